@@ -1,0 +1,57 @@
+"""The shards of a unit cover its causal pairs once, whatever the number of ranks."""
+
+import numpy as np
+import pytest
+
+from megatron_branch.plan.shard import shard_unit
+
+PACKS = [(1,), (2,), (7,), (64,), (5, 5, 5), (1, 1, 1, 1), (3, 9, 1, 9), (29, 1, 2), (4, 4, 2, 2, 2)]
+
+
+def allowed(segments: tuple[int, ...]) -> np.ndarray:
+    total = sum(segments)
+    owner = np.repeat(np.arange(len(segments)), segments)
+    index = np.arange(total)
+    return (owner[:, None] == owner[None, :]) & (index[None, :] <= index[:, None])
+
+
+@pytest.mark.parametrize("cp", [1, 2, 4, 8])
+@pytest.mark.parametrize("segments", PACKS)
+def test_work_covers_each_causal_pair_once(segments: tuple[int, ...], cp: int) -> None:
+    seen = np.zeros((sum(segments), sum(segments)), dtype=int)
+    for rank in range(cp):
+        shard = shard_unit(segments, cp=cp, rank=rank)
+        mine = set(shard.pack_index[shard.pack_index < shard.tokens])
+        for work in shard.work:
+            q_step = (work.q_end - work.q_start) // work.count
+            k_step = (work.k_end - work.k_start) // work.count
+            for piece in range(work.count):
+                q = np.arange(work.q_start + piece * q_step, work.q_start + (piece + 1) * q_step)
+                k = np.arange(work.k_start + piece * k_step, work.k_start + (piece + 1) * k_step)
+                assert set(k) <= mine
+                first = shard.local_index(int(k[0]))
+                assert [shard.local_index(int(key)) for key in k] == list(range(first, first + len(k)))
+                pairs = np.ones((len(q), len(k)), dtype=int)
+                if work.causal:
+                    assert len(q) == len(k)
+                    pairs = np.tril(pairs)
+                seen[np.ix_(q, k)] += pairs
+    np.testing.assert_array_equal(seen, allowed(segments).astype(int))
+
+
+@pytest.mark.parametrize("cp", [1, 2, 4, 8])
+@pytest.mark.parametrize("segments", PACKS)
+def test_runs_partition_the_pack_and_padding_is_last(segments: tuple[int, ...], cp: int) -> None:
+    shards = [shard_unit(segments, cp=cp, rank=rank) for rank in range(cp)]
+    held = np.concatenate([shard.pack_index for shard in shards])
+    assert sorted(held) == list(range(shards[0].padded))
+    assert sum(shard.owned for shard in shards) == sum(segments)
+    assert len({shard.local for shard in shards}) == 1
+    for shard in shards:
+        taken = np.concatenate([np.arange(a, b) for a, b in shard.valid] or [np.arange(0)])
+        assert (shard.pack_index[taken.astype(int)] < shard.tokens).all()
+        assert len(taken) == shard.owned
+
+
+def test_equal_siblings_are_one_call_without_context_parallelism() -> None:
+    assert len(shard_unit((5, 5, 5), cp=1, rank=0).work) == 1
