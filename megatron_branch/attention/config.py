@@ -1,0 +1,17 @@
+"""Section `attention` of the configuration."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+
+class AttentionConfig(BaseModel):
+    """Which kernels compute attention."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
+
+    backend: Literal["auto", "aten"] = Field(
+        default="auto", description="attention kernels; auto: the fastest available for the device and the dtype"
+    )

@@ -1,0 +1,121 @@
+"""Sections of the configuration that the hosts read: model, parallel sizes, optimizer, ZeRO, checkpoints."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+Dtype = Literal["float32", "bfloat16", "float64"]
+Beta = Annotated[float, Field(ge=0, lt=1)]
+
+
+class ModelConfig(BaseModel):
+    """Where the weights come from and in which precision the model computes."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
+
+    path: Path = Field(description="Hugging Face folder: config.json, weights, tokenizer")
+    gguf_file: str | None = Field(default=None, description="GGUF file inside `model.path` to read the weights from")
+    dtype: Dtype = Field(default="bfloat16", description="precision of weights and activations")
+
+
+class ParallelConfig(BaseModel):
+    """Sizes of the mesh axes."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
+
+    tp: int = Field(default=1, ge=1, description="tensor parallel ranks")
+    cp: int = Field(default=1, ge=1, description="context parallel ranks")
+    pp: int = Field(default=1, ge=1, description="pipeline stages")
+    dp: int | None = Field(default=None, ge=1, description="data parallel ranks; null: what the other sizes leave over")
+    cp_mode: Literal["pass_q"] = Field(default="pass_q", description="context parallel attention layout")
+
+    def data_parallel(self, world_size: int) -> int:
+        """Number of data-parallel ranks among `world_size` ranks.
+
+        Raises:
+            ValueError: `dp` is to be derived and the other sizes do not divide `world_size`.
+        """
+        if self.dp is not None:
+            return self.dp
+        rest = self.tp * self.cp * self.pp
+        if world_size % rest:
+            raise ValueError(
+                f"parallel sizes pp={self.pp} cp={self.cp} tp={self.tp} multiply to {rest}, which does not divide the "
+                f"{world_size} ranks that the launcher started; launch a multiple of {rest} or change a size"
+            )
+        return world_size // rest
+
+
+class OptimizerConfig(BaseModel):
+    """The optimizer and its learning-rate schedule."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
+
+    name: Literal["adamw", "sgd", "fused_adam", "cpu_adam", "apex_fused_adam"] = Field(
+        default="adamw",
+        description="torch AdamW or SGD; DeepSpeed's fused or CPU Adam; FusedAdam of NVIDIA apex, where it is installed",
+    )
+    lr: float = Field(default=1e-6, ge=0, description="learning rate after warm-up")
+    betas: tuple[Beta, Beta] = Field(default=(0.9, 0.999), description="decay of Adam's moments; not for sgd")
+    eps: float = Field(default=1e-8, gt=0, description="added to Adam's denominator; not for sgd")
+    weight_decay: float = Field(default=0.0, ge=0, description="decoupled weight decay (sgd: added to the gradient)")
+    momentum: float = Field(default=0.0, ge=0, lt=1, description="momentum of sgd; for no other optimizer")
+    clip_grad: float = Field(default=1.0, ge=0, description="largest global gradient norm; 0: clipping off")
+    schedule: Literal["constant", "linear", "cosine"] = Field(
+        default="constant", description="shape of the learning rate after warm-up, down to `optimizer.min_lr`"
+    )
+    warmup_steps: int = Field(default=0, ge=0, description="steps over which the learning rate rises linearly from 0")
+    min_lr: float = Field(default=0.0, ge=0, description="learning rate at the last step; not for constant")
+
+    @model_validator(mode="after")
+    def _every_setting_has_an_effect(self) -> OptimizerConfig:
+        if self.name == "sgd":
+            for key in ("betas", "eps"):
+                if getattr(self, key) != type(self).model_fields[key].default:
+                    raise ValueError(f"optimizer.{key} has no effect with optimizer.name=sgd; remove it")
+        elif self.momentum:
+            raise ValueError(
+                f"optimizer.momentum={self.momentum} has no effect with optimizer.name={self.name}; "
+                "remove it or set optimizer.name=sgd"
+            )
+        if self.schedule == "constant" and self.min_lr:
+            raise ValueError(
+                f"optimizer.min_lr={self.min_lr} has no effect with optimizer.schedule=constant; "
+                "remove it or choose linear or cosine"
+            )
+        if self.min_lr > self.lr:
+            raise ValueError(f"optimizer.min_lr={self.min_lr} must not exceed optimizer.lr={self.lr}")
+        return self
+
+
+class ZeroConfig(BaseModel):
+    """DeepSpeed's partitioning of optimizer state, gradients and parameters."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
+
+    stage: int = Field(
+        default=0, ge=0, le=3, description="0 nothing, 1 optimizer state, 2 also gradients, 3 also parameters"
+    )
+
+
+class CheckpointConfig(BaseModel):
+    """When to save, and what."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
+
+    every_steps: int | None = Field(default=None, ge=1, description="steps between checkpoints; null: none on the way")
+    at_end: bool = Field(default=True, description="save after the last step")
+    export_hf: bool = Field(default=False, description="write a Hugging Face folder beside every checkpoint")
+    keep: int | None = Field(default=None, ge=1, description="newest checkpoints to keep; null: all")
+
+    @model_validator(mode="after")
+    def _every_setting_has_an_effect(self) -> CheckpointConfig:
+        if self.export_hf and self.every_steps is None and not self.at_end:
+            raise ValueError(
+                "checkpoint.export_hf=true has no effect when no checkpoint is written; "
+                "set checkpoint.at_end=true or checkpoint.every_steps"
+            )
+        return self
