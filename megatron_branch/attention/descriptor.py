@@ -1,0 +1,51 @@
+"""What the layers of one pass must know.
+
+The descriptor is an argument of the model call and is bound to that pass alone: nothing is kept on modules or in globals,
+so passes that are in flight together cannot read each other's.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch.distributed as dist
+from torch import Tensor
+
+from megatron_branch.attention.backends import Kernel
+from megatron_branch.plan.shard import Shard
+from megatron_branch.state.page import Page
+
+
+@dataclass(eq=False)
+class PassDescriptor:
+    """One pass over one unit.
+
+    Attributes:
+        positions: absolute position of each local token, int64 `[t]` (padding continues past the end).
+        shard: which tokens of the unit are here, and the attention calls inside it.
+        context: pages of the prefix units on the path, root first.
+        kernel: the attention kernel.
+        cp_group: the context-parallel group; None when cp = 1.
+        capture: the page to fill; None when the pass is not a capture.
+        roots: for a replay, collects each layer's keys and values `[t, G, D]` as graph tensors: the page's own adjoint
+            enters the backward there. None when the pass is not a replay.
+        state_only: nothing after the last layer's keys and values is needed (a unit without loss on the last stage).
+    """
+
+    positions: Tensor
+    shard: Shard
+    context: tuple[Page, ...]
+    kernel: Kernel
+    cp_group: dist.ProcessGroup | None = None
+    capture: Page | None = None
+    roots: dict[int, tuple[Tensor, Tensor]] | None = None
+    state_only: bool = False
+    rows: HeadRows | None = field(default=None)
+
+
+@dataclass(eq=False)
+class HeadRows:
+    """Where the head runs: local token offsets `[n]` and their targets `[n]`, int64. n may be 0."""
+
+    offsets: Tensor
+    targets: Tensor
