@@ -1,0 +1,142 @@
+"""FLOPs, counted here and nowhere else.
+
+Forward of the linear layers: 2 FLOPs per weight and token (qkv, attention output, gated MLP with three matrices).
+Attention: two matrix products per causal (query, key) pair. Head: on trained positions only. Backward: 2x the forward
+for linear layers and head, 2.5x for attention (it computes the scores again). Embedding, norms and rotary positions are
+left out.
+
+Always true:
+- an unpacked pass and a packed pass of the same segments count the same;
+- a chunked prefix counts the same as an unchunked one;
+- `executed` is the sum of `by_phase`, and `bound = dense / executed`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from megatron_branch.plan.plan import Plan, Unit
+from megatron_branch.tree.node import Tree
+
+UnitPhase = Literal["capture", "tail", "replay", "score"]
+LINEAR_BACKWARD = 2.0
+ATTENTION_BACKWARD = 2.5
+
+
+@dataclass(frozen=True, slots=True)
+class ModelShape:
+    """Sizes of a dense decoder; `ffn` is the width of the gated MLP, `vocab` the unpadded vocabulary."""
+
+    layers: int
+    hidden: int
+    ffn: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    vocab: int
+
+    @property
+    def linear_flops(self) -> int:
+        """Forward FLOPs per token of the linear layers of the whole decoder."""
+        attention = self.hidden * self.head_dim * (2 * self.heads + 2 * self.kv_heads)
+        return 2 * self.layers * (attention + 3 * self.hidden * self.ffn)
+
+    @property
+    def pair_flops(self) -> int:
+        """Forward FLOPs per (query, key) pair of the whole decoder."""
+        return 4 * self.layers * self.heads * self.head_dim
+
+    @property
+    def head_flops(self) -> int:
+        """Forward FLOPs of the head per position."""
+        return 2 * self.hidden * self.vocab
+
+
+@dataclass(frozen=True, slots=True)
+class PlanFlops:
+    """FLOPs of one step over all ranks.
+
+    Attributes:
+        dense: dense training of the same rollouts without recomputation, head on trained positions.
+        executed: what the plan runs.
+        bound: `dense / executed`, the largest speed-up that the plan allows.
+        by_phase: FLOPs of `capture`, `tail`, `replay` (without head) and `head`.
+    """
+
+    dense: float
+    executed: float
+    bound: float
+    by_phase: dict[str, float]
+
+
+def causal_pairs(tokens: int, context: int = 0) -> int:
+    """Number of (query, key) pairs of `tokens` queries that see `context` keys and, causally, each other."""
+    return tokens * context + tokens * (tokens + 1) // 2
+
+
+def unit_pairs(unit: Unit) -> int:
+    """Number of (query, key) pairs of a unit; segments do not see each other."""
+    return sum(causal_pairs(segment.tokens, segment.start) for segment in unit.segments)
+
+
+def unit_flops(unit: Unit, shape: ModelShape, *, phase: UnitPhase, rows: int = 0) -> float:
+    """FLOPs of one pass of one unit.
+
+    Args:
+        unit: the unit.
+        shape: sizes of the model.
+        phase: `capture` forward without head; `tail` and `replay` forward and backward; `score` forward with head.
+        rows: positions at which the head runs (0 leaves the head out).
+    """
+    linear = float(unit.tokens * shape.linear_flops)
+    attention = float(unit_pairs(unit) * shape.pair_flops)
+    head = float(rows * shape.head_flops)
+    if phase == "capture":
+        return linear + attention
+    if phase == "score":
+        return linear + attention + head
+    return (linear + head) * (1 + LINEAR_BACKWARD) + attention * (1 + ATTENTION_BACKWARD)
+
+
+def training_flops(unit: Unit, shape: ModelShape, *, rows: int = 0) -> float:
+    """FLOPs of all passes of one unit in a training step."""
+    if unit.kind == "tail":
+        return unit_flops(unit, shape, phase="tail", rows=rows)
+    capture = unit_flops(unit, shape, phase="capture")
+    return capture + (unit_flops(unit, shape, phase="replay", rows=rows) if unit.replayed else 0.0)
+
+
+def rollout_inputs(trees: Sequence[Tree]) -> dict[int, int]:
+    """Number of inputs of dense training per rollout, read off the node where each rollout ends."""
+    inputs: dict[int, int] = {}
+    for tree in trees:
+        for node in tree.nodes:
+            for rollout in node.rollouts:
+                inputs[rollout] = max(inputs.get(rollout, 0), node.input_end)
+    return inputs
+
+
+def dense_flops(plan: Plan, trees: Sequence[Tree], shape: ModelShape) -> float:
+    """FLOPs of dense training of the step's rollouts, without recomputation."""
+    pairs = sum(causal_pairs(inputs) for inputs in rollout_inputs(trees).values())
+    linear = plan.logical_tokens * shape.linear_flops + plan.trained_tokens * shape.head_flops
+    return linear * (1 + LINEAR_BACKWARD) + pairs * shape.pair_flops * (1 + ATTENTION_BACKWARD)
+
+
+def plan_flops(plan: Plan, trees: Sequence[Tree], shape: ModelShape) -> PlanFlops:
+    """FLOPs of one training step and the bound that they set on the speed-up over dense training."""
+    by_phase = {"capture": 0.0, "tail": 0.0, "replay": 0.0}
+    for rank in plan.ranks:
+        for unit in rank.units:
+            if unit.kind == "tail":
+                by_phase["tail"] += unit_flops(unit, shape, phase="tail")
+                continue
+            by_phase["capture"] += unit_flops(unit, shape, phase="capture")
+            if unit.replayed:
+                by_phase["replay"] += unit_flops(unit, shape, phase="replay")
+    by_phase["head"] = plan.loss_tokens * shape.head_flops * (1 + LINEAR_BACKWARD)
+    dense = dense_flops(plan, trees, shape)
+    executed = sum(by_phase.values())
+    return PlanFlops(dense=dense, executed=executed, bound=dense / executed, by_phase=by_phase)
