@@ -26,7 +26,7 @@ EXTRAS = {
 setup(
     name="megatron-branch",
     version="0.1.0",
-    description="RL on trees of rollouts: shared prefixes computed once, as a Megatron pipeline schedule under DeepSpeed",
+    description="RL on trees of rollouts: shared prefixes computed once, on Megatron pipelines under DeepSpeed",
     long_description=Path(__file__).with_name("README.md").read_text(encoding="utf-8"),
     long_description_content_type="text/markdown",
     packages=find_packages(include=["megatron_branch", "megatron_branch.*"]),
@@ -42,7 +42,7 @@ setup(
         "pydantic>=2.7",
         "PyYAML>=6",
         "rich>=13.7",
-        "wandb>=0.19",
+        "wandb>=0.31",
     ],
     extras_require=EXTRAS,
 )

@@ -49,8 +49,8 @@ class Config(BaseModel):
     def _sections_agree(self) -> Config:
         if self.zero.stage == 3 and self.parallel.pp > 1:
             raise ValueError(
-                f"zero.stage=3 with parallel.pp={self.parallel.pp}: ZeRO-3 gathers each layer's parameters on all ranks "
-                "at the same pass, while pipeline stages run different passes at the same time; "
+                f"zero.stage=3 with parallel.pp={self.parallel.pp}: ZeRO-3 gathers each layer's parameters on all "
+                "ranks at the same pass, while pipeline stages run different passes at the same time; "
                 "set zero.stage to 2 or less, or parallel.pp=1"
             )
         if self.steps is not None and self.optimizer.warmup_steps > self.steps:

@@ -56,7 +56,7 @@ class OptimizerConfig(BaseModel):
 
     name: Literal["adamw", "sgd", "fused_adam", "cpu_adam", "apex_fused_adam"] = Field(
         default="adamw",
-        description="torch AdamW or SGD; DeepSpeed's fused or CPU Adam; FusedAdam of NVIDIA apex, where it is installed",
+        description="torch AdamW or SGD; DeepSpeed's fused or CPU Adam; FusedAdam of NVIDIA apex, where installed",
     )
     lr: float = Field(default=1e-6, ge=0, description="learning rate after warm-up")
     betas: tuple[Beta, Beta] = Field(default=(0.9, 0.999), description="decay of Adam's moments; not for sgd")
