@@ -133,7 +133,7 @@ def bytes_text(count: float) -> str:
 
 def duration_text(seconds: float) -> str:
     """`45s`, `26m`, `3h05m`."""
-    if seconds < 60:
+    if round(seconds) < 60:
         return f"{seconds:.0f}s"
     minutes = round(seconds / 60)
     return f"{minutes}m" if minutes < 60 else f"{minutes // 60}h{minutes % 60:02d}m"
