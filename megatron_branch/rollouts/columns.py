@@ -25,6 +25,7 @@ from megatron_branch.rollouts.record import Reals
 
 PIECE_BYTES = 1 << 16
 _STRUCTURE = re.compile(rb'["\[\]{}]')
+_BLANK = re.compile(rb"[ \t\r\n]*")
 _COLON = re.compile(rb"[ \t\r]*:[ \t\r]*(\[?)")
 _REALS = {int, float, type(None)}
 _Scalar = TypeVar("_Scalar", bound=np.generic)
@@ -58,12 +59,9 @@ class NumberList:
     end: int
 
     def __len__(self) -> int:
-        if not self.line[self.start : min(self.end, self.start + 256)].strip() and not self._text().strip():
+        if _BLANK.fullmatch(self.line, self.start, self.end):
             return 0
         return self.line.count(b",", self.start, self.end) + 1
-
-    def _text(self) -> bytes:
-        return self.line[self.start : self.end]
 
     def _pieces(self, field: str) -> Iterator[tuple[int, list[Any]]]:
         """Yield the index of the first entry and the entries of each piece."""
@@ -75,6 +73,8 @@ class NumberList:
                 values = json.loads(b"[" + self.line[at:stop] + b"]")
             except ValueError:
                 raise _not_numbers(field, self.line[at : min(stop, at + 80)].decode("utf-8", "replace")) from None
+            if not values:
+                raise _not_numbers(field, "an empty entry between commas")
             yield count, values
             count, at = count + len(values), stop + 1
         if count != total:
@@ -112,13 +112,16 @@ class NumberList:
         """
         out = np.empty(len(self), dtype=np.float64)
         for first, values in self._pieces(field):
-            if not set(map(type, values)) <= _REALS:
+            kinds = set(map(type, values))
+            if not kinds <= _REALS:
                 bad = next(i for i, v in enumerate(values) if type(v) not in _REALS)
                 raise RowError(
                     f"{field}[{first + bad}]", shown(values[bad]), "must be a number or null", "write plain numbers"
                 )
+            if type(None) in kinds:
+                values = [np.nan if v is None else v for v in values]
             try:
-                out[first : first + len(values)] = [np.nan if v is None else v for v in values]
+                out[first : first + len(values)] = values
             except OverflowError:
                 raise RowError(field, "has an integer beyond float64", "must be a number", "write it finite") from None
         return out
