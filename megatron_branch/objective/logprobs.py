@@ -1,8 +1,8 @@
 """Log-probs and entropies of given tokens from hidden states, in bounded memory, with the vocabulary split over ranks.
 
-The output layer and the softmax are one operation here, so that no `[tokens, vocabulary]` tensor exists: the logits of a
-few rows are computed, reduced to three numbers per row, dropped, and computed again in the backward pass (the method of
-Liger's and Megatron's fused linear cross entropies).
+The output layer and the softmax are one operation here, so that no `[tokens, vocabulary]` tensor exists: the logits of
+a few rows are computed, reduced to three numbers per row, dropped, and computed again in the backward pass (the method
+of Liger's and Megatron's fused linear cross entropies).
 
 Shapes: T rows (positions that predict a trained token), C rows of one chunk, E hidden size, V rows of the output weight
 on this rank. With tp ranks, rank r holds the rows `[r * V, (r + 1) * V)` of the padded vocabulary.
@@ -19,8 +19,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-# The logit of a padded vocabulary row: exp() of it is 0 beside any real logit, and unlike -inf it stays finite when it is
-# multiplied by 0 or by the size of the vocabulary.
+# The logit of a padded vocabulary row: exp() of it is 0 beside any real logit, and unlike -inf it stays finite when it
+# is multiplied by 0 or by the size of the vocabulary.
 _NEVER = -1e30
 
 
@@ -48,8 +48,8 @@ class TokenScores:
     float32, or float64 for a float64 model.
     """
 
-    logp_T: Tensor  # noqa: N815
-    entropy_T: Tensor | None  # noqa: N815
+    logp_T: Tensor
+    entropy_T: Tensor | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,8 +92,9 @@ def token_scores(
         tp_group: the ranks that share the vocabulary; None for one rank. Its ranks make the same calls.
 
     Returns:
-        The scores, the same on all ranks of `tp_group`. The gradient of `hidden_TE` is complete on every rank (summed over
-        the group), that of `weight_VE` is this rank's shard, summed over chunks in float32 (float64 for a float64 model).
+        The scores, the same on all ranks of `tp_group`. The gradient of `hidden_TE` is complete on every rank (summed
+        over the group); that of `weight_VE` is the one of this rank's rows, summed over chunks in float32 (float64 for
+        a float64 model).
     """
     logp_T, entropy_T = _TokenScores.apply(hidden_TE, weight_VE, targets_T, settings, tp_group)
     return TokenScores(logp_T, entropy_T)
@@ -156,7 +157,7 @@ class _TokenScores(torch.autograd.Function):
             if settings.entropy:
                 sums_T[2, part] = exp_CV.mul_(logits_CV).sum(-1)
 
-        # Two collectives for the call, whatever the number of chunks: make everything relative to the global maximum, sum.
+        # Two collectives for the call, whatever the number of chunks: the maximum; the sums relative to it.
         local_T = top_T.clone()
         _all_reduce(top_T, dist.ReduceOp.MAX, tp_group)
         shift_T = local_T - top_T
