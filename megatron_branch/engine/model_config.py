@@ -60,11 +60,10 @@ def transformer_config(arch: Architecture, groups: Groups, dtype: torch.dtype) -
         pipeline_model_parallel_size=groups.pp.size,
         pipeline_model_parallel_layout=_stages(arch, groups.pp.size),
         pipeline_dtype=dtype,
-        variable_seq_lengths=True,
         context_parallel_size=1,
         sequence_parallel=False,
     )
-    _set_rope_factor(config, inverse_frequencies(arch)[1])
+    _set_rope_factor(config, inverse_frequencies(arch.rope, arch.head_dim)[1])
     return config
 
 

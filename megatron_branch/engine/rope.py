@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from transformers import LlamaConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from megatron_branch.engine.architecture import Architecture
+from megatron_branch.engine.architecture import RopeSettings
 
 
 class HasPositions(Protocol):
@@ -21,22 +21,23 @@ class HasPositions(Protocol):
     positions: Tensor
 
 
-def inverse_frequencies(arch: Architecture) -> tuple[Tensor, float]:
+def inverse_frequencies(rope: RopeSettings, head_dim: int) -> tuple[Tensor, float]:
     """Angle per position of each pair of head dimensions, float32 `[D / 2]`, and the factor on cosine and sine.
 
     Transformers' own functions are asked (all but `default`, which it keeps inside its models), so the numbers agree bit
     for bit. The factor is 1 except for yarn; `model_config` hands it to Megatron's attention.
     """
-    rope = arch.rope
     if rope.rope_type == "default":
-        exponent = torch.arange(0, arch.head_dim, 2, dtype=torch.float32) / arch.head_dim
+        exponent = torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim
         return 1.0 / (rope.theta**exponent), 1.0
+    settings = rope.as_dict()
+    extended = settings["factor"] * settings.get("original_max_position_embeddings", 2048)
     config = LlamaConfig(
-        hidden_size=arch.head_dim,
+        hidden_size=head_dim,
         num_attention_heads=1,
-        head_dim=arch.head_dim,
-        max_position_embeddings=arch.max_positions,
-        rope_parameters=rope.as_dict(),
+        head_dim=head_dim,
+        max_position_embeddings=int(extended),  # enters no formula; another value only draws warnings
+        rope_parameters=settings,
     )
     frequencies, factor = ROPE_INIT_FUNCTIONS[rope.rope_type](config, device=torch.device("cpu"))
     return frequencies, float(factor)
@@ -54,10 +55,10 @@ class PositionRope(nn.Module):
     unit of 1 rad in float32 in either case.)
     """
 
-    def __init__(self, arch: Architecture) -> None:
+    def __init__(self, rope: RopeSettings, head_dim: int) -> None:
         super().__init__()
         # Neither parameter nor buffer: `model.bfloat16()` would round a buffer.
-        self.frequencies = inverse_frequencies(arch)[0].double()
+        self.frequencies = inverse_frequencies(rope, head_dim)[0].double()
 
     def get_rotary_seq_len(
         self,
