@@ -44,6 +44,8 @@ class WandbSink:
     def close(self, exit_code: int = 0) -> None:
         """Flush and end the run; an exit code other than 0 marks it as failed."""
         self._run.finish(exit_code=exit_code)
+        # `finish` may return before the file of an offline run is whole; ending W&B's service waits for it.
+        wandb.teardown()
 
     def _start(self, run_id: str | None) -> wandb.Run:
         if self._config.wandb == "offline":
