@@ -88,9 +88,9 @@ class _Packer:
                 self._add("tail", f"{index}.0", (cuts[-1].segment,), context=context)
                 continue
             carries_loss = carries_loss or len(self.targets[index]) > 0
-            packable = [child for child in children if self._fits_a_pack(child, carries_loss)]
-            self._add_packs(index, packable, context)
-            rest = [child for child in children if child not in set(packable)]
+            packable = {child: self._fits_a_pack(child, carries_loss) for child in children}
+            self._add_packs(index, [child for child in children if packable[child]], context)
+            rest = [child for child in children if not packable[child]]
             pending.extend((child, context, carries_loss) for child in reversed(rest))
         return TreeUnits(units=tuple(self.units), loss_rows=tuple(self.loss_rows))
 

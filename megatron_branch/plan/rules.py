@@ -69,8 +69,8 @@ def _assert_context(unit: Unit, rank: RankPlan, tree: Tree, where: str) -> None:
     for place in unit.context:
         assert 0 <= place < unit.index, f"{where}: reads unit {place}, which is not earlier"
         read = rank.units[place]
-        (segment,) = read.segments
         assert read.kind == "prefix" and read.tree == unit.tree, f"{where}: reads {read.kind} of tree {read.tree}"
+        segment = read.segments[0]
         assert segment.node in ancestors, f"{where}: reads node {segment.node}, which is not on its path"
         assert segment.start == covered, f"{where}: its context jumps from position {covered} to {segment.start}"
         covered = segment.end
