@@ -35,6 +35,8 @@ def write_tiny_model(
 ) -> Path:
     """Write config, float32 safetensors and a word-level tokenizer (`t0` .. `t96`) into `folder` and return it.
 
+    Load the tokenizer with `PreTrainedTokenizerFast`: for qwen2 `AutoTokenizer` insists on a class of its own.
+
     Args:
         folder: created if missing.
         family: `model_type`.

@@ -206,7 +206,7 @@ def _check_round_trip(case: Case, model: Any, arch: Any, groups: Any) -> None:
 def _check_export(case: Case, model: Any, source: Any, arch: Any, groups: Any, scratch: Path) -> None:
     import torch
     import torch.distributed as dist
-    from transformers import AutoModelForCausalLM, AutoTokenizer
+    from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
     from megatron_branch.engine.hf_export import export_hf
 
@@ -224,7 +224,7 @@ def _check_export(case: Case, model: Any, source: Any, arch: Any, groups: Any, s
     assert loaded.config.to_dict() | {"_name_or_path": ""} == original.config.to_dict() | {"_name_or_path": ""}
     for (name, ours), (_, theirs) in zip(loaded.named_parameters(), original.named_parameters(), strict=True):
         assert torch.equal(ours, theirs), f"{case}: {name}"
-    assert AutoTokenizer.from_pretrained(target)("t5 t96")["input_ids"] == [5, 96]
+    assert PreTrainedTokenizerFast.from_pretrained(target)("t5 t96")["input_ids"] == [5, 96]
 
 
 def _run_cases(cases: list[Case], scratch: str) -> None:
