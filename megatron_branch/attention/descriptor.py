@@ -6,8 +6,9 @@ so passes that are in flight together cannot read each other's.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
@@ -30,6 +31,7 @@ class PassDescriptor:
         roots: for a replay, collects each layer's keys and values `[t, G, D]` as graph tensors: the page's own adjoint
             enters the backward there. None when the pass is not a replay.
         state_only: nothing after the last layer's keys and values is needed (a unit without loss on the last stage).
+        head: where the head runs; None on other stages than the last, and for a unit without loss.
     """
 
     positions: Tensor
@@ -40,7 +42,16 @@ class PassDescriptor:
     capture: Page | None = None
     roots: dict[int, tuple[Tensor, Tensor]] | None = None
     state_only: bool = False
-    rows: HeadRows | None = field(default=None)
+    head: HeadRows | None = None
+
+    def take_state(self, layer: int, k_tGD: Tensor, v_tGD: Tensor) -> None:
+        """Keep what the pass must keep of a layer's keys and values (padding included) before they are attended to."""
+        if self.capture is not None:
+            parts = [slice(start, end) for start, end in self.shard.valid] or [slice(0, 0)]
+            k_PGD, v_PGD = (torch.cat([x_tGD.detach()[part] for part in parts]) for x_tGD in (k_tGD, v_tGD))
+            self.capture.write(layer, k_PGD, v_PGD)
+        if self.roots is not None:
+            self.roots[layer] = (k_tGD, v_tGD)
 
 
 @dataclass(eq=False)

@@ -146,11 +146,6 @@ def branch_attention(q_tHD: Tensor, k_tGD: Tensor, v_tGD: Tensor, unit: PassDesc
     Returns:
         `[t, H, D]` in the queries' dtype; rows of padding are zero.
     """
-    if unit.capture is not None:
-        valid = [slice(start, end) for start, end in unit.shard.valid]
-        owned = (torch.cat([x.detach()[part] for part in valid] or [x.detach()[:0]]) for x in (k_tGD, v_tGD))
-        unit.capture.write(layer, *owned)
-    if unit.roots is not None:
-        unit.roots[layer] = (k_tGD, v_tGD)
+    unit.take_state(layer, k_tGD, v_tGD)
     scale = q_tHD.shape[-1] ** -0.5
     return _BranchAttention.apply(q_tHD, k_tGD, v_tGD, unit, layer, scale)

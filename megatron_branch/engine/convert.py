@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
 from megatron_branch.engine.architecture import Architecture
-from megatron_branch.engine.groups import Groups
 from megatron_branch.engine.hf_source import Source
 from megatron_branch.engine.tensor_layout import Entry, head_name, merge, model_entries, shard, shard_shape
+
+if TYPE_CHECKING:  # groups imports Megatron, which the checks before a run do without
+    from megatron_branch.engine.groups import Groups
 
 _FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 _LISTED = 8

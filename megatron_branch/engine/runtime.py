@@ -1,0 +1,85 @@
+"""What every pass of a rank shares: the state store, the links, the kernel, the timers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from megatron_branch.attention.backends import Kernel
+from megatron_branch.engine.groups import Groups
+from megatron_branch.engine.step_batch import StepBatch
+from megatron_branch.schedule.actions import Action
+from megatron_branch.schedule.link import Link
+from megatron_branch.schedule.runner import ForwardStep, Runner, Timers
+from megatron_branch.state.store import StateStore
+
+
+@dataclass(eq=False)
+class Runtime:
+    """Made once per rank.
+
+    Attributes:
+        groups, kernel, link, store: see there.
+        loss_scale: undoes what the host divides gradients by.
+        matched: data-parallel ranks make the same passes (ZeRO-3).
+        timers: called with the kind of each action.
+        progress: called after each action.
+    """
+
+    groups: Groups
+    kernel: Kernel
+    link: Link
+    timers: Timers
+    loss_scale: float = 1.0
+    matched: bool = False
+    store: StateStore = field(default_factory=StateStore)
+    progress: Callable[[Action], None] | None = None
+
+    def runner(self, forward_step: ForwardStep) -> Runner:
+        """A runner of this rank's stage around a forward step."""
+        return Runner(
+            forward_step=forward_step,
+            store=self.store,
+            link=self.link,
+            kernel=self.kernel,
+            cp_group=self.groups.cp.group if self.groups.cp.size > 1 else None,
+            timers=self.timers,
+            loss_scale=self.loss_scale,
+            matched=self.matched,
+            progress=self.progress,
+        )
+
+
+@dataclass(frozen=True, eq=False)
+class BranchStep:
+    """What a data iterator yields for a step that shares prefixes: this rank's batch, its order, and the runtime."""
+
+    batch: StepBatch
+    order: tuple[Action, ...]
+    runtime: Runtime
+
+
+def build_link(groups: Groups, *, dtype: torch.dtype, device: torch.device, hidden: int) -> Link:
+    """Links to the neighbouring stages (collective over all ranks: makes a second communicator per pipeline)."""
+    backward: Any = groups.pp.group
+    if groups.pp.size > 1:
+        every: list[tuple[int, ...] | None] = [None] * dist.get_world_size()
+        dist.all_gather_object(every, groups.pp.ranks)
+        for ranks in sorted({ranks for ranks in every if ranks is not None}):
+            group = dist.new_group(list(ranks))
+            if ranks == groups.pp.ranks:
+                backward = group
+    rank = groups.pp.rank
+    return Link(
+        previous=None if groups.first_stage else groups.pp.ranks[rank - 1],
+        next=None if groups.last_stage else groups.pp.ranks[rank + 1],
+        forward_group=groups.pp.group,
+        backward_group=backward,
+        dtype=dtype,
+        device=device,
+        hidden=hidden,
+    )

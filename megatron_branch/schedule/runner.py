@@ -1,0 +1,281 @@
+"""Executes one stage's order. The only part of the schedule that touches tensors.
+
+Three actions (design: a node owns its targets, so no pass reads another's output):
+
+- capture: forward without autograd; the pass writes its page, and keeps its stage input if it will be replayed;
+- tail: forward with autograd, loss, backward; the backward adds into the pages that it read;
+- replay: forward again from the stage input, backward seeded by the page's own adjoint at each layer's keys and values,
+  by the loss on the unit's own targets, and by the hidden gradient of the next stage.
+
+Always true:
+- all ranks of a unit (cp, tp) run the same collectives: every layer is seeded on every rank, with zeros where a rank owns
+  nothing;
+- weights are not changed between the capture and the replay of a unit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from megatron_branch.attention.backends import Kernel
+from megatron_branch.attention.descriptor import HeadRows, PassDescriptor
+from megatron_branch.plan.plan import Unit
+from megatron_branch.plan.shard import Shard
+from megatron_branch.schedule.actions import Action
+from megatron_branch.schedule.link import Link
+from megatron_branch.schedule.orders import releases
+from megatron_branch.state.page import Page
+from megatron_branch.state.store import StateStore
+
+
+@dataclass(eq=False)
+class UnitTensors:
+    """This rank's share of a unit.
+
+    Attributes:
+        input_ids: int64 `[1, t]`, padding included.
+        positions: int64 `[t]`.
+        shard: which tokens these are.
+        head: rows of this rank whose targets carry loss; None for a unit without loss.
+        table: what the loss function needs beside the log-probs; the runner hands it through.
+    """
+
+    input_ids: Tensor
+    positions: Tensor
+    shard: Shard
+    head: HeadRows | None
+    table: Any
+
+
+@dataclass(eq=False)
+class PassInput:
+    """What a forward step is given: one pass over one unit (`unit` is None for an idle pass)."""
+
+    unit: Unit | None
+    tensors: UnitTensors
+    descriptor: PassDescriptor
+
+
+class StepSource(Protocol):
+    """Where the runner gets a unit's tensors from."""
+
+    units: Sequence[Unit]
+
+    def tensors(self, unit: int) -> UnitTensors:
+        """Tensors of a unit."""
+        ...
+
+    def idle(self) -> UnitTensors:
+        """Tensors of a pass without tokens of its own."""
+        ...
+
+
+LossFunction = Callable[[Any], tuple[Tensor, Any]]
+ForwardStep = Callable[[PassInput, Tensor | None], tuple[Any, LossFunction]]
+Timers = Callable[[str], AbstractContextManager[Any]]
+
+
+@dataclass(eq=False)
+class _InFlight:
+    stage_input: Tensor | None
+    output: Tensor
+
+
+@dataclass(eq=False)
+class Runner:
+    """One stage of the pipeline.
+
+    Attributes:
+        forward_step: runs the model on a pass from a stage input (None on the first stage); returns the output and the
+            loss function, which is called on the last stage with that output.
+        store: holds the pages.
+        link: the neighbours.
+        kernel: attention kernel.
+        cp_group: context-parallel group, None for one rank.
+        loss_scale: what every loss is multiplied with before the backward, to undo what the host divides by later.
+        matched: every backward pass runs the head and every layer, so that ranks with other units make the same
+            collectives (ZeRO-3).
+        timers: called with the action's kind around each action but idle.
+        progress: called after each action.
+    """
+
+    forward_step: ForwardStep
+    store: StateStore
+    link: Link
+    kernel: Kernel
+    cp_group: Any
+    timers: Timers
+    loss_scale: float = 1.0
+    matched: bool = False
+    progress: Callable[[Action], None] | None = None
+    _in_flight: dict[int, _InFlight] = field(default_factory=dict)
+
+    def run(self, order: Sequence[Action], source: StepSource, *, forward_only: bool = False) -> list[Any]:
+        """Run an order to its end.
+
+        Args:
+            order: this stage's actions.
+            source: the units and their tensors.
+            forward_only: score: no backward, captures report too.
+
+        Returns:
+            What the loss function reported for each pass with loss rows, `(unit index, report)`, on the last stage.
+        """
+        reports: list[Any] = []
+        freed = releases(order, source.units)
+        try:
+            with self.store.step():
+                for action, done in zip(order, freed, strict=True):
+                    with nullcontext() if action.kind == "idle" else self.timers(action.kind):
+                        self._act(action, source, forward_only, reports)
+                    for unit in done:
+                        self.store.release(unit)
+                    if self.progress is not None:
+                        self.progress(action)
+                self.link.close()
+        finally:
+            self._in_flight.clear()
+            self.link.abandon()
+        return reports
+
+    def _act(self, action: Action, source: StepSource, forward_only: bool, reports: list[Any]) -> None:
+        if action.kind == "idle":
+            self._idle(source.idle(), backward=action.phase == "both" and not forward_only, scoring=forward_only)
+            return
+        unit = source.units[action.unit]
+        if action.phase == "backward":
+            self._tail_backward(unit, source.tensors(unit.index))
+        elif action.kind == "capture":
+            self._capture(unit, source.tensors(unit.index), forward_only, reports)
+        elif action.kind == "tail":
+            self._tail(unit, source.tensors(unit.index), forward_only, reports)
+        else:
+            self._replay(unit, source.tensors(unit.index), reports)
+
+    def _describe(self, unit: Unit | None, tensors: UnitTensors, *, head: bool) -> PassDescriptor:
+        rows = tensors.head if head and self.link.next is None else None
+        if rows is None and head and self.matched:
+            nothing = tensors.positions[:0]
+            rows = HeadRows(nothing, nothing)
+        return PassDescriptor(
+            positions=tensors.positions,
+            shard=tensors.shard,
+            context=tuple(self.store.page(index) for index in unit.context) if unit is not None else (),
+            kernel=self.kernel,
+            cp_group=self.cp_group,
+            head=rows,
+        )
+
+    def _capture(self, unit: Unit, tensors: UnitTensors, forward_only: bool, reports: list[Any]) -> None:
+        page = self.store.open(unit.index, differentiable=unit.replayed and not forward_only)
+        descriptor = self._describe(unit, tensors, head=forward_only)
+        descriptor.capture = page
+        descriptor.state_only = self._ends_at_state(descriptor)
+        stage_input = self.link.receive_forward(tensors.shard.local)
+        if page.differentiable and stage_input is not None:
+            page.keep_input(stage_input)
+        with torch.no_grad():
+            output, loss_function = self.forward_step(PassInput(unit, tensors, descriptor), stage_input)
+            self._report(unit, tensors, output, loss_function, reports)
+        if self.link.next is not None:
+            self.link.send_forward(output)
+
+    def _tail(self, unit: Unit, tensors: UnitTensors, forward_only: bool, reports: list[Any]) -> None:
+        descriptor = self._describe(unit, tensors, head=True)
+        stage_input = self._differentiable(self.link.receive_forward(tensors.shard.local), not forward_only)
+        with torch.set_grad_enabled(not forward_only):
+            output, loss_function = self.forward_step(PassInput(unit, tensors, descriptor), stage_input)
+            loss = self._report(unit, tensors, output, loss_function, reports)
+        if self.link.next is not None:
+            self.link.send_forward(output)
+            if not forward_only:
+                self._in_flight[unit.index] = _InFlight(stage_input, output)
+        elif not forward_only:
+            assert loss is not None, "a tail carries loss"
+            (loss * self.loss_scale).backward()
+            self._send_gradient(stage_input)
+
+    def _tail_backward(self, unit: Unit, tensors: UnitTensors) -> None:
+        flight = self._in_flight.pop(unit.index)
+        torch.autograd.backward(flight.output, self.link.receive_backward(tensors.shard.local))
+        self._send_gradient(flight.stage_input)
+
+    def _replay(self, unit: Unit, tensors: UnitTensors, reports: list[Any]) -> None:
+        page = self.store.page(unit.index)
+        descriptor = self._describe(unit, tensors, head=True)
+        descriptor.roots = {}
+        descriptor.state_only = self._ends_at_state(descriptor)
+        stage_input = self._differentiable(page.stage_input, True)
+        output, loss_function = self.forward_step(PassInput(unit, tensors, descriptor), stage_input)
+        loss = self._report(unit, tensors, output, loss_function, reports)
+        ends, seeds = _state_seeds(page, descriptor)
+        if self.link.next is not None:
+            ends.append(output)
+            seeds.append(self.link.receive_backward(tensors.shard.local))
+        elif loss is not None:
+            ends.append(loss * self.loss_scale)
+            seeds.append(None)
+        elif self.matched:
+            ends.append(_touch(output))
+            seeds.append(None)
+        torch.autograd.backward(ends, seeds)
+        self._send_gradient(stage_input)
+
+    def _idle(self, tensors: UnitTensors, *, backward: bool, scoring: bool) -> None:
+        descriptor = self._describe(None, tensors, head=backward or scoring)
+        with torch.set_grad_enabled(backward):
+            output, _ = self.forward_step(PassInput(None, tensors, descriptor), None)
+            if backward:
+                _touch(output).backward()
+
+    def _ends_at_state(self, descriptor: PassDescriptor) -> bool:
+        return self.link.next is None and descriptor.head is None and not self.matched
+
+    def _report(
+        self, unit: Unit, tensors: UnitTensors, output: Any, loss_function: LossFunction, reports: list[Any]
+    ) -> Tensor | None:
+        """The loss of a pass on the last stage whose unit carries loss and whose head ran, else None."""
+        if self.link.next is not None or tensors.head is None or not isinstance(output, tuple):
+            return None
+        loss, report = loss_function(output)
+        reports.append((unit.index, report))
+        return loss
+
+    @staticmethod
+    def _differentiable(stage_input: Tensor | None, wanted: bool) -> Tensor | None:
+        return stage_input.detach().requires_grad_() if stage_input is not None and wanted else stage_input
+
+    def _send_gradient(self, stage_input: Tensor | None) -> None:
+        if stage_input is not None:
+            assert stage_input.grad is not None
+            self.link.send_backward(stage_input.grad)
+
+
+def _touch(output: Any) -> Tensor:
+    """A zero that depends on every output: its backward runs every layer and adds nothing."""
+    tensors = [x for x in (output if isinstance(output, tuple) else (output,)) if x is not None]
+    return torch.stack([(x * 0).sum() for x in tensors]).sum()
+
+
+def _state_seeds(page: Page, descriptor: PassDescriptor) -> tuple[list[Tensor], list[Tensor | None]]:
+    """Each layer's keys and values as graph tensors, and the page's adjoints padded to them."""
+    assert descriptor.roots is not None
+    ends: list[Tensor] = []
+    seeds: list[Tensor | None] = []
+    for layer, pair in descriptor.roots.items():
+        for root_tGD, adjoints in zip(pair, (page.key_adjoints, page.value_adjoints), strict=True):
+            seed = torch.zeros_like(root_tGD, memory_format=torch.contiguous_format)
+            taken = 0
+            for start, end in descriptor.shard.valid:
+                if layer in adjoints:
+                    seed[start:end] = adjoints[layer][taken : taken + end - start]
+                taken += end - start
+            ends.append(root_tGD)
+            seeds.append(seed)
+    return ends, seeds
