@@ -70,7 +70,7 @@ def drawn(units: Sequence[Unit]) -> list[str]:
 
 @st.composite
 def steps(draw: st.DrawFn, *, most_rows: int = 8, most_tokens: int = 9) -> list[Rollout]:
-    """Rollouts over three token ids, so that they fork anywhere, end inside each other and repeat; one token is trained."""
+    """Rollouts over three ids, so that they fork anywhere, end inside each other and repeat; one token is trained."""
     rows = []
     for index in range(draw(st.integers(1, most_rows))):
         ids = draw(st.lists(st.integers(0, 2), min_size=1, max_size=most_tokens))

@@ -97,7 +97,7 @@ def _assert_halves(order: Sequence[Action], units: Sequence[Unit], tails_allowed
         elif action.kind != "idle":
             begun.add(action.unit)
             tails += int(splits and action.kind == "tail")
-            assert tails <= tails_allowed, f"{place} is the {tails}th tail in flight, {tails_allowed} are allowed"
+            assert tails <= tails_allowed, f"{place} makes {tails} tails in flight, {tails_allowed} are allowed"
 
 
 def _assert_link(orders: Sequence[Sequence[Action]], units: Sequence[Unit], stage: int) -> None:

@@ -50,7 +50,7 @@ MUTATIONS: dict[str, tuple[Callable[[Plan], Plan], str]] = {
     "a foreign context": (set_unit(3, context=(0, 0)), "jumps"),
     "a later context": (set_unit(0, context=(2,)), "not earlier"),
     "a context of a tail": (set_unit(2, context=(1,)), "reads tail of tree 0"),
-    "units swapped": (lambda plan: with_units(plan, swap), "starts at 1, but its context ends at 0"),
+    "units swapped": (lambda plan: with_units(plan, swap), "reads unit 0, which is not earlier"),
     "an index wrong": (set_unit(3, index=2), "at place 3"),
     "a label twice": (set_unit(2, label="0.0"), "one label"),
     "a tree on no rank": (lambda plan: with_units(plan, lambda units: units.pop()), "run through trees"),
