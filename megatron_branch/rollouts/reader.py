@@ -80,7 +80,8 @@ class RolloutReader(Iterator[Rollout]):
         except (OSError, EOFError, zlib.error) as error:
             reason = getattr(error, "strerror", None) or str(error)
             remedy = "name a readable JSONL file, gzipped if and only if its name ends in .gz"
-            raise ValueError(f"{self.path}: cannot be read after line {number} ({reason}); {remedy}") from error
+            where = f"{self.path}:{number + 1}" if number else str(self.path)
+            raise ValueError(f"{where}: cannot be read ({reason}); {remedy}") from error
 
     def _rollout(self, line: bytes, number: int) -> Rollout:
         row = parse_row(line, whole=PROVENANCE_FIELDS)

@@ -103,7 +103,7 @@ def odd_rollouts(vocab_size: int, seed: int) -> list[Rollout]:
     if vocab_size < 16:
         raise ValueError(f"vocab_size = {vocab_size}: must be at least 16, so that siblings differ; raise it")
     maker = _Maker(np.random.default_rng(seed), vocab_size)
-    prompt = maker.run(18)
+    prompt = _join(maker.run(7), maker.run(11))
     return _interleaved([_tools(maker, prompt), _forked(maker, prompt), *_small_groups(maker)])
 
 
@@ -199,7 +199,7 @@ class _Maker:
         self.made += 1
         return Rollout(
             group_id=group_id,
-            rollout_id=f"r{self.made - 1}",
+            rollout_id=f"{group_id}.{self.made}",
             token_ids=read_only(ids),
             loss_mask=read_only(loss_mask),
             prompt_length=int(loss_mask.argmax()) if loss_mask.any() else len(ids),

@@ -32,10 +32,10 @@ def assert_always_true(trees: Sequence[Tree], rollouts: Sequence[Rollout]) -> No
     assert first == sorted(first), "trees stand in the order of their first rollout"
     for tree in trees:
         _check_order(tree)
+        for node in tree.nodes[1:]:
+            _check_child(tree, node)
         for node in tree.nodes:
             _check_tokens(tree, node, rollouts)
-            if node.parent >= 0:
-                _check_child(tree, node)
         _check_paths(tree, rollouts)
         tree_inputs = sum(node.multiplicity * node.inputs for node in tree.nodes)
         dense_inputs = sum(len(rollouts[index]) - 1 for index in tree.rollouts)

@@ -73,6 +73,7 @@ def tree_stats(trees: Sequence[Tree], rollouts: Sequence[Rollout]) -> TreeStats:
         trees: the result of `build_trees`.
         rollouts: what it was built from, at least one.
     """
+    assert rollouts, "a step holds at least one rollout"
     nodes = [node for tree in trees for node in tree.nodes]
     prompt = sum(rollout.prompt_length for rollout in rollouts)
     total = sum(len(rollout) for rollout in rollouts)
