@@ -1,0 +1,111 @@
+"""Write the generated tables of the README: configuration keys, metrics, what is supported.
+
+Inputs: the declarations in the package and the support table below. Outputs: the README, each table between its markers
+`<!-- begin NAME -->` and `<!-- end NAME -->`. With --check nothing is written and a stale table is an error (exit code 1).
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+from megatron_branch.config import config_table
+from megatron_branch.tracking.metrics import metrics_table
+
+ROOT = Path(__file__).parents[1]
+
+
+class Support(NamedTuple):
+    """One row: `yes` names the test that shows it, `no` and `untested` say what happens instead or why."""
+
+    area: str
+    feature: str
+    state: str
+    note: str
+
+
+SUPPORT: tuple[Support, ...] = (
+    Support("models", "Llama, Qwen2, Qwen3 (dense)", "untested", "Hugging Face folders with safetensors"),
+    Support("models", "GGUF weights", "untested", "read through transformers"),
+    Support("models", "mixture of experts, MLA, sliding window, recurrent layers", "no", "refused by name"),
+    Support("models", "dropout, MTP heads, quantised weights", "no", "refused by name"),
+    Support("models", "RoPE default, linear, llama3, yarn", "untested", ""),
+    Support("models", "other RoPE types", "no", "refused by name"),
+    Support("gradient", "exact, detached, dense", "untested", ""),
+    Support("gradient", "retained activations, state offload", "no", "chunks are recomputed, state stays on the device"),
+    Support("parallel", "dp, tp, cp (pass-Q), pp and their combinations", "untested", ""),
+    Support("parallel", "Ulysses, sequence parallel, expert parallel, interleaved stages", "no", "no such keys"),
+    Support("ZeRO", "stages 0, 1, 2 in any layout; stage 3 with pp = 1", "untested", ""),
+    Support("ZeRO", "stage 3 with pp > 1", "no", "refused before weights load"),
+    Support("precision", "float64, float32, bfloat16", "untested", ""),
+    Support("precision", "float16, float8", "no", "refused by name"),
+    Support("objective", "GRPO with and without std, RLOO, given advantages, KL (k1, k2, k3), entropy", "untested", ""),
+    Support("objective", "losses that are no sums over tokens: GSPO, DPO", "no", "no such keys"),
+    Support("optimizer", "torch AdamW and SGD, DeepSpeed CPU Adam", "untested", ""),
+    Support("optimizer", "DeepSpeed fused Adam, NVIDIA apex FusedAdam", "untested", "need a GPU"),
+    Support("machine", "CPU", "untested", ""),
+    Support("machine", "NVIDIA GPUs, several hosts", "untested", "the same code; not run yet"),
+    Support("versions", "Python 3.11, megatron-core 0.16.1", "untested", ""),
+    Support("versions", "Python 3.12, megatron-core 0.19", "untested", "not run yet"),
+)  # fmt: skip
+
+
+def support_table(rows: Sequence[Support] = SUPPORT) -> str:
+    """The support table as Markdown.
+
+    Raises:
+        ValueError: a row has an unknown state, or claims `yes` without naming a test that exists.
+    """
+    lines = ["| area | what | supported | shown by, or note |", "|---|---|---|---|"]
+    for row in rows:
+        if row.state not in ("yes", "no", "untested"):
+            raise ValueError(f"support of {row.feature}: state {row.state!r} must be yes, no or untested")
+        if row.state == "yes" and not (row.note.startswith("tests/") and (ROOT / row.note).exists()):
+            raise ValueError(f"support of {row.feature}: yes needs the path of a test, not {row.note!r}")
+        note = f"`{row.note}`" if row.state == "yes" else row.note
+        lines.append(f"| {row.area} | {row.feature} | {row.state} | {note} |")
+    return "\n".join(lines)
+
+
+def fill(text: str, name: str, table: str) -> str:
+    """Replace what stands between the markers of a table.
+
+    Raises:
+        ValueError: the markers are not there exactly once.
+    """
+    begin, end = f"<!-- begin {name} -->", f"<!-- end {name} -->"
+    pattern = re.compile(re.escape(begin) + ".*?" + re.escape(end), re.DOTALL)
+    filled, found = pattern.subn(lambda _: f"{begin}\n{table}\n{end}", text)
+    if found != 1:
+        raise ValueError(f"README.md: the markers {begin} ... {end} must stand there once, found {found}")
+    return filled
+
+
+def main(arguments: list[str]) -> int:
+    """Run; 0 on success, 1 with one line on standard error otherwise."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--check", action="store_true", help="write nothing; fail when a table is stale")
+    check = parser.parse_args(arguments).check
+    readme = ROOT / "README.md"
+    old = readme.read_text(encoding="utf-8")
+    try:
+        new = old
+        for name, table in (("config", config_table()), ("metrics", metrics_table()), ("support", support_table())):
+            new = fill(new, name, table)
+    except ValueError as error:
+        print(error, file=sys.stderr)
+        return 1
+    if check and new != old:
+        print("README.md: generated tables are stale; run make readme", file=sys.stderr)
+        return 1
+    if not check:
+        readme.write_text(new, encoding="utf-8")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
