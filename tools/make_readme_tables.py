@@ -1,7 +1,7 @@
 """Write the generated tables of the README: configuration keys, metrics, what is supported.
 
 Inputs: the declarations in the package and the support table below. Outputs: the README, each table between its markers
-`<!-- begin NAME -->` and `<!-- end NAME -->`. With --check nothing is written and a stale table is an error (exit code 1).
+`<!-- begin NAME -->` and `<!-- end NAME -->`. With --check nothing is written and a stale table is an error (exit 1).
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ SUPPORT: tuple[Support, ...] = (
     Support("models", "RoPE default, linear, llama3, yarn", "untested", ""),
     Support("models", "other RoPE types", "no", "refused by name"),
     Support("gradient", "exact, detached, dense", "untested", ""),
-    Support("gradient", "retained activations, state offload", "no", "chunks are recomputed, state stays on the device"),
+    Support("gradient", "retained activations, offload", "no", "chunks are recomputed, state stays on the device"),
     Support("parallel", "dp, tp, cp (pass-Q), pp and their combinations", "untested", ""),
     Support("parallel", "Ulysses, sequence parallel, expert parallel, interleaved stages", "no", "no such keys"),
     Support("ZeRO", "stages 0, 1, 2 in any layout; stage 3 with pp = 1", "untested", ""),
