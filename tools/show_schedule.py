@@ -24,8 +24,9 @@ from megatron_branch.tree.build import build_trees
 from megatron_branch.tree.node import Tree
 from megatron_branch.tree.stats import tree_stats
 
-DESCRIPTION = """Show how one step of rollouts is scheduled: tree statistics, the order of every pipeline stage, a simulated
-timeline, bubble, peak state and the bound on the speed-up over dense training. All rows of the file are one step.
+DESCRIPTION = """Show how one step of rollouts is scheduled: tree statistics, the order of every pipeline stage, a
+simulated timeline, bubble, peak state and the bound on the speed-up over dense training. All rows of the file are one
+step.
 
 input:  a rollouts file (JSONL, .gz accepted)
 output: text on the console; on request a Chrome trace (JSON) and a picture (PNG) of one data-parallel rank"""

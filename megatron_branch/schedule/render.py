@@ -135,7 +135,10 @@ def _draw(axes: Axes, simulation: Simulation) -> None:
     axes.set_xlim(0, simulation.makespan or 1)
     axes.set_ylim(stages - 0.5, -0.5)
     axes.set_yticks(range(stages), [f"stage {stage}" for stage in range(stages)])
-    axes.set_xlabel("simulated time")
+    axes.set_xticks(
+        [simulation.makespan * tenth / 10 for tenth in range(11)], [f"{10 * tenth} %" for tenth in range(11)]
+    )
+    axes.set_xlabel("simulated time, share of the step")
     axes.spines[["top", "right", "left"]].set_visible(False)
     axes.tick_params(axis="y", length=0)
     shown = [kind for kind in LEGEND if kind in kinds]

@@ -173,5 +173,5 @@ def test_matched_orders_keep_every_action_in_order(ranks: list[str]) -> None:
 def test_matching_two_ranks_is_close_to_the_shortest(left: list[Rollout], right: list[Rollout]) -> None:
     orders = [depth_first(units_of(rows, chunk_tokens=3, pack_tokens=3)) for rows in (left, right)]
     kinds = ["".join(action.phase[0] for action in order) for order in orders]
-    # Majority merge is a heuristic; a quarter more than the optimum is where padding would start to cost a pass in four.
+    # Majority merge is a heuristic: from a quarter more than the optimum on, padding would cost a pass in four.
     assert len(match_passes(orders)[0]) <= 1.25 * shortest_common(*kinds) + 1
