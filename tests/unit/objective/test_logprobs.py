@@ -121,10 +121,12 @@ def test_parameter_storage_may_move_between_forward_and_backward() -> None:
     hidden, weight, targets = problem()
     truth = value_and_gradients(token_scores, SETTINGS)[-1]
     parameter = torch.nn.Parameter(weight.detach().clone())
-    loss = uneven_sum(token_scores(hidden, parameter, targets, settings=SETTINGS))
+    scores = token_scores(hidden, parameter, targets, settings=SETTINGS)
     whole, parameter.data = parameter.data.clone(), torch.empty(0, dtype=weight.dtype)
     parameter.data = whole
-    loss.backward()
+    # A copy or a view would have the right values too, but would keep the old storage alive.
+    assert any(saved is parameter for saved in scores.logp_T.grad_fn.saved_tensors)
+    uneven_sum(scores).backward()
     assert torch.equal(parameter.grad, truth)
 
 
