@@ -19,8 +19,8 @@ setup: $(STAMP)  ## create .venv and install everything (again only when setup.p
 $(STAMP): setup.py
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	@if nvidia-smi >/dev/null 2>&1; then echo "GPU found: pip chooses torch"; \
-	else $(BIN)/python -m pip install --quiet --disable-pip-version-check "$(TORCH_CPU)"; fi
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --use-pep517 -e ".[dev,gguf,plot]"
+	else $(BIN)/python -m pip install --quiet --no-compile --disable-pip-version-check "$(TORCH_CPU)"; fi
+	$(BIN)/python -m pip install --quiet --no-compile --disable-pip-version-check --use-pep517 -e ".[dev,gguf,plot]"
 	@touch $@
 
 quickstart: setup  ## sample rollouts with a small model, train three steps, load the result
