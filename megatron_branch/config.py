@@ -163,7 +163,9 @@ def _describe(fault: ErrorDetails) -> str:
         close = _close_keys(key)
         return f"{key}: unknown key" + (f"; did you mean {' or '.join(close)}?" if close else "")
     if fault["type"] == "missing":
-        keys = [full for full, field in _fields() if field.is_required() and (full == key or full.startswith(f"{key}."))]
+        keys = [
+            full for full, field in _fields() if field.is_required() and (full == key or full.startswith(f"{key}."))
+        ]
         return f"{key}: required; set it in the file or as {'=VALUE, '.join(keys)}=VALUE"
     if fault["type"] == "value_error":  # a rule between keys, which names them itself
         return fault["msg"].removeprefix("Value error, ")
