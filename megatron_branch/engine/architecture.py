@@ -34,7 +34,8 @@ _ROPE_KEYS: dict[str, dict[str, bool]] = {
     },
 }
 
-# Settings that other programs leave in config.json; they say nothing about the computation.
+# Settings that other programs leave in config.json, beside `_private` ones and token ids; they say nothing about the
+# computation.
 _REMARKS = frozenset({"is_llama_config", "transformers.js_config", "unsloth_version", "unsloth_fixed"})
 
 
@@ -175,7 +176,7 @@ def check_layout(arch: Architecture, *, tp: int, pp: int) -> None:
 
 
 def stage_layers(arch: Architecture, pp: int) -> tuple[int, ...]:
-    """Number of layers of each pipeline stage: as even as possible, the last stages (which also have the head) lighter."""
+    """Number of layers of each pipeline stage: as even as possible; where not, later stages have one less."""
     each, extra = divmod(arch.layers, pp)
     return tuple(each + (stage < extra) for stage in range(pp))
 
@@ -212,7 +213,8 @@ def _refuse_unsupported(config: PretrainedConfig, source: str) -> None:
         _refuse(source, "layer_types", kinds, "every layer must have full attention", remedy)
     known = type(config)().to_dict().keys() | _REMARKS | {"head_dim", "architectures", "torch_dtype"}
     for key in sorted(settings.keys() - known):
-        if settings[key] not in (None, False):
+        remark = key.startswith("_") or key.endswith("_token_id")
+        if not remark and settings[key] not in (None, False):
             _refuse(source, key, settings[key], f"unknown to {config.model_type}", "remove it if it means nothing")
 
 

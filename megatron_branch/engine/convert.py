@@ -29,17 +29,16 @@ def check_source(source: Source, arch: Architecture) -> None:
         ValueError: tensors are missing, left over, or of another shape; it lists them.
     """
     expected = {
-        name: shape
-        for entry in model_entries(arch, 1)
-        for name, shape in zip(entry.names, entry.shapes, strict=True)
+        name: shape for entry in model_entries(arch, 1) for name, shape in zip(entry.names, entry.shapes, strict=True)
     }
     names = {name for name in source.tensors.names() if not name.endswith("rotary_emb.inv_freq")}
     if arch.tied:
         names.discard(head_name(arch))
     missing, left_over = sorted(expected.keys() - names), sorted(names - expected.keys())
     if missing or left_over:
+        listed = _list("missing", missing) + _list("left over", left_over)
         raise ValueError(
-            f"{source} is not a complete {arch.family} model: {_list('missing', missing)}{_list('left over', left_over)}"
+            f"{source} does not hold the tensors of a {arch.family} model: {listed}"
             "give a checkpoint whose tensors and config.json belong together"
         )
     for name, shape in expected.items():

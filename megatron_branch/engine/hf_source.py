@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from functools import cached_property
 from pathlib import Path
 from typing import Protocol
 
@@ -56,7 +58,7 @@ class Source:
 
 
 def open_source(path: str | Path, gguf_file: str | None = None) -> Source:
-    """Open a model folder; nothing but the settings is read yet (a GGUF file is read whole, dequantised to float32).
+    """Open a model folder; nothing but the settings is read yet.
 
     Raises:
         ValueError: no such folder, settings or weights missing or unreadable, or a model type that is not supported.
@@ -103,9 +105,20 @@ class _SafetensorFiles:
         return part[rows] if len(part.get_shape()) == 1 else part[rows, columns]
 
 
-class _Memory:
-    def __init__(self, tensors: Mapping[str, Tensor]) -> None:
-        self._tensors = tensors
+class _GgufFile:
+    """Dequantised to float32 in memory, all at once, when the first name is asked for."""
+
+    def __init__(self, folder: Path, name: str, tied: bool) -> None:
+        self._folder, self._name, self._tied = folder, name, tied
+
+    @cached_property
+    def _tensors(self) -> Mapping[str, Tensor]:
+        with _reading_gguf(self._folder / self._name):
+            model = AutoModelForCausalLM.from_pretrained(self._folder, gguf_file=self._name, dtype=torch.float32)
+        tensors = dict(model.state_dict())
+        if self._tied:
+            del tensors["lm_head.weight"]  # the same storage as the embedding
+        return tensors
 
     def names(self) -> frozenset[str]:
         return frozenset(self._tensors)
@@ -150,18 +163,20 @@ def _open_gguf(folder: Path, name: str) -> Source:
     file = folder / name
     if not file.is_file():
         raise ValueError(f"{file} does not exist; give the name of a GGUF file in {folder}")
-    try:
+    with _reading_gguf(file):
         config = AutoConfig.from_pretrained(folder, gguf_file=name)
-        family_of(config.model_type, source=str(file))
-        model = AutoModelForCausalLM.from_pretrained(folder, gguf_file=name, dtype=torch.float32)
+    family_of(config.model_type, source=str(file))
+    return Source(folder, name, config, _GgufFile(folder, name, config.tie_word_embeddings))
+
+
+@contextmanager
+def _reading_gguf(file: Path) -> Iterator[None]:
+    try:
+        yield
     except ImportError as error:
-        raise ValueError(f"{file} needs the packages gguf and accelerate ({error}); install the extra 'gguf'") from error
-    except (ValueError, KeyError, OSError, NotImplementedError) as error:
-        raise ValueError(f"{file} cannot be read as GGUF: {error}") from error
-    tensors = dict(model.state_dict())
-    if config.tie_word_embeddings:
-        del tensors["lm_head.weight"]  # the same storage as the embedding
-    return Source(folder, name, config, _Memory(tensors))
+        raise ValueError(f"{file} needs packages that are not there ({error}); install the extra 'gguf'") from error
+    except (ValueError, KeyError, IndexError, OSError, NotImplementedError) as error:
+        raise ValueError(f"{file} cannot be read as GGUF: {error}; give another file") from error
 
 
 def _gguf_hint(folder: Path) -> str:

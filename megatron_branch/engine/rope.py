@@ -24,8 +24,8 @@ class HasPositions(Protocol):
 def inverse_frequencies(rope: RopeSettings, head_dim: int) -> tuple[Tensor, float]:
     """Angle per position of each pair of head dimensions, float32 `[D / 2]`, and the factor on cosine and sine.
 
-    Transformers' own functions are asked (all but `default`, which it keeps inside its models), so the numbers agree bit
-    for bit. The factor is 1 except for yarn; `model_config` hands it to Megatron's attention.
+    Transformers' own functions are asked (all but `default`, which it keeps inside its models), so the numbers agree
+    bit for bit. The factor is 1 except for yarn; `model_config` hands it to Megatron's attention.
     """
     if rope.rope_type == "default":
         exponent = torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim
@@ -50,9 +50,9 @@ class PositionRope(nn.Module):
     from its descriptor, so microbatches in flight cannot read each other's.
 
     Up to position 2**24 the angles equal Hugging Face's bit for bit: it multiplies in float32, and the product of two
-    float32 values is exact in float64 before the one rounding. Beyond, Hugging Face first rounds the position to float32
-    while ours stays an integer: the angle is the float32 nearest to the true product. (An angle of 2**24 has a rounding
-    unit of 1 rad in float32 in either case.)
+    float32 values is exact in float64 before the one rounding. Beyond, Hugging Face first rounds the position to
+    float32, while here it stays whole and the angle is the float32 nearest to the product (float32 resolves an angle of
+    2**24 to 1 rad, in either case).
     """
 
     def __init__(self, rope: RopeSettings, head_dim: int) -> None:
@@ -78,6 +78,6 @@ class PositionRope(nn.Module):
             ValueError: Megatron's packed `thd` format, whose positions restart at every sequence.
         """
         if packed_seq:
-            raise ValueError("qkv_format 'thd' is not supported: positions are absolute; use 'sbhd' with one batch entry")
-        half_TF = (positions.double()[:, None] * self.frequencies.to(positions.device)).float()  # noqa: N806
+            raise ValueError("qkv_format 'thd' is not supported: positions are absolute; use 'sbhd' with one sequence")
+        half_TF = (positions.double()[:, None] * self.frequencies.to(positions.device)).float()
         return torch.cat((half_TF, half_TF), dim=-1)[:, None, None, :]

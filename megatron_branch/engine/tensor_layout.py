@@ -82,7 +82,9 @@ def shard(entry: Entry, read: Read, *, arch: Architecture, rank: int, size: int)
         return read(entry.names[0], _ALL, _share(entry.shapes[0][1], rank, size))
     if entry.kind == "vocab":
         return _vocab_shard(entry, read, rank, size)
-    parts = [read(name, _share(shape[0], rank, size), _ALL) for name, shape in zip(entry.names, entry.shapes, strict=True)]
+    parts = [
+        read(name, _share(shape[0], rank, size), _ALL) for name, shape in zip(entry.names, entry.shapes, strict=True)
+    ]
     if entry.kind == "qkv":
         groups = arch.kv_heads // size
         parts = [part.reshape(groups, -1, *part.shape[1:]) for part in parts]
