@@ -69,8 +69,18 @@ class SyntheticSpec:
                 f"prefix_tokens = {self.prefix_tokens}, fan_out = {self.fan_out}, tail_tokens = {self.tail_tokens}: "
                 "need one fan-out per depth and at least one tail length; give lists of equal length"
             )
-        if min(self.prefix_tokens) < 1 or min(self.fan_out) < 1 or min(self.tail_tokens) < 0 or self.groups < 1:
-            raise ValueError("prefix_tokens, fan_out and groups must be >= 1, tail_tokens >= 0; correct the one below")
+        lowest = {
+            "prefix_tokens": 1,
+            "fan_out": 1,
+            "tail_tokens": 0,
+            "groups": 1,
+            "duplicates": 0,
+            "strict_prefixes": 0,
+        }
+        for name, low in lowest.items():
+            value = getattr(self, name)
+            if np.min(value) < low:
+                raise ValueError(f"{name} = {value}: must be at least {low}; raise it")
         if self.vocab_size < max(*self.fan_out, self.groups):
             rule = f"must be at least the fan-out and the number of groups, {max(*self.fan_out, self.groups)}"
             raise ValueError(f"vocab_size = {self.vocab_size}: {rule}, so that siblings differ; raise it")

@@ -7,7 +7,7 @@ import tracemalloc
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_branch.rollouts import columns
@@ -27,6 +27,7 @@ def plain(value: object) -> object:
     return json.loads(b"[" + value.line[value.start : value.end] + b"]")
 
 
+@settings(deadline=None)
 @given(row=st.dictionaries(TEXT, VALUES, max_size=5), compact=st.booleans(), ascii_only=st.booleans())
 def test_every_field_is_what_json_gives(row: dict[str, object], compact: bool, ascii_only: bool) -> None:
     separators = (",", ":") if compact else (" , ", " : ")

@@ -178,7 +178,14 @@ def test_options_do_what_they_say() -> None:
 
 @pytest.mark.parametrize(
     "changes",
-    [{"fan_out": (2, 2)}, {"tail_tokens": ()}, {"prefix_tokens": (0,)}, {"tail_tokens": (-1,)}, {"vocab_size": 3}],
+    [
+        {"fan_out": (2, 2)},
+        {"tail_tokens": ()},
+        {"prefix_tokens": (0,)},
+        {"tail_tokens": (-1,)},
+        {"vocab_size": 3},
+        {"groups": 0},
+    ],
     ids=str,
 )
 def test_impossible_shapes_are_refused(changes: dict[str, Any]) -> None:
