@@ -46,6 +46,15 @@ def test_resume_keeps_the_rows_before_and_sets_aside_the_rest(tmp_path: Path) ->
     assert [row["actor/lr"] for row in read_metrics(path.with_name("metrics.jsonl.replaced"))] == [1, 2, 3]
 
 
+def test_a_line_cut_short_does_not_swallow_the_next_row(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    path.write_text('{"training/global_step": 1}\n{"training/gl')
+    sink = JsonlSink(path, first_step=2)
+    sink.log(2, {})
+    sink.close()
+    assert [row["training/global_step"] for row in read_metrics(path)] == [1, 2]
+
+
 def test_resume_at_the_next_step_only_appends(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     for step in (1, 2):
