@@ -1,6 +1,6 @@
 """Small random models in Hugging Face folders, chosen so that faults show.
 
-Weights are large (attention far from uniform), norms differ from 1, biases from 0, the vocabulary is divisible by nothing.
+Weights are large (attention far from uniform), norms differ from 1, biases from 0; the vocabulary is a prime.
 """
 
 from __future__ import annotations

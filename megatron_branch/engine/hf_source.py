@@ -19,6 +19,7 @@ from megatron_branch.engine.architecture import family_of
 _WHOLE = slice(None)
 _INDEX = "model.safetensors.index.json"
 _SINGLE = "model.safetensors"
+_GGUF_REMEDY = "use the model's safetensors"
 
 
 class Tensors(Protocol):
@@ -108,16 +109,19 @@ class _SafetensorFiles:
 class _GgufFile:
     """Dequantised to float32 in memory, all at once, when the first name is asked for."""
 
-    def __init__(self, folder: Path, name: str, tied: bool) -> None:
-        self._folder, self._name, self._tied = folder, name, tied
+    def __init__(self, folder: Path, name: str, *, tied: bool, count: int) -> None:
+        self._folder, self._name, self._tied, self._count = folder, name, tied, count
 
     @cached_property
     def _tensors(self) -> Mapping[str, Tensor]:
-        with _reading_gguf(self._folder / self._name):
+        file = self._folder / self._name
+        with _reading_gguf(file):
             model = AutoModelForCausalLM.from_pretrained(self._folder, gguf_file=self._name, dtype=torch.float32)
         tensors = dict(model.state_dict())
         if self._tied:
             del tensors["lm_head.weight"]  # the same storage as the embedding
+        if len(tensors) != self._count:  # transformers skips tensors that it does not know and makes up missing ones
+            raise ValueError(f"{file} has {self._count} tensors, the model has {len(tensors)}; {_GGUF_REMEDY}")
         return tensors
 
     def names(self) -> frozenset[str]:
@@ -164,9 +168,24 @@ def _open_gguf(folder: Path, name: str) -> Source:
     if not file.is_file():
         raise ValueError(f"{file} does not exist; give the name of a GGUF file in {folder}")
     with _reading_gguf(file):
+        keys, tensors = _gguf_names(file)
         config = AutoConfig.from_pretrained(folder, gguf_file=name)
     family_of(config.model_type, source=str(file))
-    return Source(folder, name, config, _GgufFile(folder, name, config.tie_word_embeddings))
+    scaling = sorted(key for key in (*keys, *tensors) if ".rope.scaling." in key or key.startswith("rope_freqs"))
+    if scaling:  # transformers drops these without a word
+        raise ValueError(
+            f"{file}: {', '.join(scaling)}: scaled rotary positions are not read from GGUF; {_GGUF_REMEDY}"
+        )
+    contents = _GgufFile(folder, name, tied=config.tie_word_embeddings, count=len(tensors))
+    return Source(folder, name, config, contents)
+
+
+def _gguf_names(file: Path) -> tuple[list[str], list[str]]:
+    """Names of the settings and of the tensors."""
+    from gguf import GGUFReader  # an optional package
+
+    reader = GGUFReader(file)
+    return list(reader.fields), [tensor.name for tensor in reader.tensors]
 
 
 @contextmanager
