@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from megatron_branch.plan.cost import ModelShape, unit_flops
+from megatron_branch.plan.cost import LINEAR_BACKWARD, ModelShape, unit_flops
 from megatron_branch.plan.plan import Unit
 from megatron_branch.schedule.actions import Action
 
@@ -46,10 +46,10 @@ def flop_durations(
         unit = units[action.unit]
         forward = unit_flops(unit, shape, phase="capture") / stages
         both = unit_flops(unit, shape, phase="tail") / stages
+        passes = {"forward": forward, "backward": both - forward, "both": both}
         head = 0.0
         if stage == stages - 1 and action.kind != "capture":
-            head = head_rows[unit.index] * unit_head_flops
-        return {"forward": forward + head, "backward": both - forward + 2 * head, "both": both + 3 * head}[action.phase]
+            head = head_rows[unit.index] * shape.head_flops * (1 if action.phase == "forward" else 1 + LINEAR_BACKWARD)
+        return passes[action.phase] + head
 
-    unit_head_flops = float(shape.head_flops)
     return duration

@@ -143,6 +143,7 @@ def test_matching_pads_with_idles_of_the_same_kind() -> None:
     assert shown(match_passes([passes("fbb"), passes("fbbbbbb")])) == ["fbbBBBB", "fbbbbbb"]
     assert shown(match_passes([passes("ffbb"), passes("fbb")])) == ["ffbb", "fFbb"]
     assert shown(match_passes([passes("b"), passes("fb")])) == ["Fb", "fb"]
+    assert shown(match_passes([passes("bbbf"), passes("f")])) == ["bbbf", "BBBf"]
     assert shown(match_passes([(), passes("fb")])) == ["FB", "fb"]
     assert shown(match_passes([passes("ff"), passes("f")])) == ["ff", "fF"]
     assert match_passes([(), ()]) == ((), ())
