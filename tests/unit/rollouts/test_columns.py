@@ -130,4 +130,4 @@ def test_memory_of_a_column_is_its_array_and_a_piece() -> None:
     finally:
         tracemalloc.stop()
     # A piece of 64 KiB holds at most 9,363 ids of 7 bytes: 36 + 8 bytes each as a list, twice while it is copied.
-    assert peak < 8 * count + 2 * 9_363 * 44 + 3 * columns.PIECE_BYTES
+    assert peak < 8 * count + 2 * 9_363 * 44 + 3 * 65_536

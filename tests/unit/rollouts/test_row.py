@@ -116,6 +116,7 @@ def test_provenance_is_canonical() -> None:
     assert read(GOOD, provenance="key").provenance == "key"
     one, other = read(GOOD, adapter="a", media_hash="m"), read(GOOD, media_hash="m", adapter="a")
     assert one.provenance == other.provenance != ""
+    assert read(GOOD, routes={"a": 1, "b": 2}).provenance == read(GOOD, routes={"b": 2, "a": 1}).provenance
     distinct = [{"adapter": "a"}, {"adapter": "b"}, {"media_hash": "a"}, {"routes": [1, 2]}, {"routes": [[1], [2]]}]
     distinct += [{"routes": [1] * 500}, {"routes": [1] * 501}, {"adapter": "a", "provenance": "a"}, {"adapter": None}]
     keys = [read(GOOD, **fields).provenance for fields in distinct]

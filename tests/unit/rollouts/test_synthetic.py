@@ -128,7 +128,9 @@ def test_the_shape_of_odd_rollouts_depends_on_nothing() -> None:
     def shape(vocab_size: int, seed: int) -> list[object]:
         return [tree.nodes for tree in build_trees(odd_rollouts(vocab_size, seed))]
 
-    assert all(shape(vocab_size, seed) == shape(97, 0) for vocab_size in VOCABULARIES for seed in range(3))
+    # With 16 ids, a first token left to chance would meet a sibling's in one seed of 16.
+    assert all(shape(16, seed) == shape(97, 0) for seed in range(60))
+    assert shape(50_257, 0) == shape(97, 0)
     with pytest.raises(ValueError, match="vocab_size = 15: must be at least 16"):
         odd_rollouts(15, 0)
 
