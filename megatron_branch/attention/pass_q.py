@@ -23,7 +23,7 @@ from torch import Tensor
 from megatron_branch.attention.backends import Saved
 from megatron_branch.attention.descriptor import PassDescriptor
 from megatron_branch.attention.merge import merge_into, rescale_
-from megatron_branch.attention.mirror import gather_pack, scatter_pack
+from megatron_branch.attention.mirror import all_gather_single, gather_pack, scatter_pack
 from megatron_branch.state.page import Page, adjoint_dtype
 
 
@@ -80,7 +80,7 @@ def _forward(q_SHD: Tensor, calls: list[_Call], unit: PassDescriptor, scale: flo
 def _merge_ranks(out_SHD: Tensor, lse_SH: Tensor, group: dist.ProcessGroup) -> tuple[Tensor, Tensor]:
     """Local output `[t, H, D]` over all ranks' keys, and the global log-sum-exp `[S, H]`."""
     every = lse_SH.new_empty((dist.get_world_size(group), *lse_SH.shape))
-    dist.all_gather_into_tensor(every.view(-1, lse_SH.shape[1]), lse_SH.contiguous(), group=group)
+    all_gather_single(every.view(-1, lse_SH.shape[1]), lse_SH.contiguous(), group=group)
     total = torch.logsumexp(every, 0)
     rescale_(out_SHD, lse_SH, total)
     return scatter_pack(out_SHD, group), total

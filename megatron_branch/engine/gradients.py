@@ -81,6 +81,10 @@ class Gradients:
             self._sums[name] = gradient
         return gradient
 
+    def release_sums(self) -> None:
+        """Free the buffers, whose content the host has taken over."""
+        self._sums.clear()
+
     def names(self) -> tuple[str, ...]:
         """All trainable parameters, in the model's order."""
         return tuple(self._parameters)

@@ -47,6 +47,7 @@ def run_local_ranks(world: int, fn: Callable[..., Any] | str, *args: Any, timeou
         TimeoutError: some rank was not done after `timeout_s`; each rank has then printed its stack, and all are killed.
     """
     context = multiprocessing.get_context("spawn")
+    deadline = time.time() + timeout_s
     payload = pickle.dumps((fn, args))
     with tempfile.TemporaryDirectory() as scratch:
         meeting = str(Path(scratch) / "rendezvous")
@@ -56,13 +57,13 @@ def run_local_ranks(world: int, fn: Callable[..., Any] | str, *args: Any, timeou
             for rank in range(world):
                 reader, writer = context.Pipe(duplex=False)
                 process = context.Process(
-                    target=_rank_main, args=(rank, world, meeting, payload, writer, timeout_s), daemon=True
+                    target=_rank_main, args=(rank, world, meeting, payload, writer, deadline), daemon=True
                 )
                 process.start()
                 writer.close()  # the rank's end is now the only one: its death reads as end of file
                 readers.append(reader)
                 processes.append(process)
-            return _collect(readers, processes, timeout_s)
+            return _collect(readers, processes, deadline, timeout_s)
         finally:
             for process in processes:
                 process.kill()
@@ -71,13 +72,14 @@ def run_local_ranks(world: int, fn: Callable[..., Any] | str, *args: Any, timeou
                 reader.close()
 
 
-def _collect(readers: list[Connection], processes: list[BaseProcess], timeout_s: float) -> list[Any]:
-    deadline = time.monotonic() + timeout_s
+def _collect(
+    readers: list[Connection], processes: list[BaseProcess], deadline: float, timeout_s: float
+) -> list[Any]:
     results: dict[int, Any] = {}
     while len(results) < len(readers):
         pending = {id(reader): rank for rank, reader in enumerate(readers) if rank not in results}
         waiting = [readers[rank] for rank in pending.values()]
-        ready = wait(waiting, timeout=max(0.0, deadline - time.monotonic()))
+        ready = wait(waiting, timeout=max(0.0, deadline - time.time()))
         if not ready:
             raise TimeoutError(f"ranks {sorted(pending.values())} of {len(readers)} not done after {timeout_s} s")
         for connection in ready:
@@ -92,17 +94,18 @@ def _collect(readers: list[Connection], processes: list[BaseProcess], timeout_s:
                 raise LocalRanksError(rank, value)
             results[rank] = value
     for process in processes:
-        process.join(max(0.0, deadline - time.monotonic()))
+        process.join(max(0.0, deadline - time.time()))
     return [results[rank] for rank in range(len(readers))]
 
 
-def _rank_main(rank: int, world: int, meeting: str, payload: bytes, writer: Connection, timeout_s: float) -> None:
+def _rank_main(rank: int, world: int, meeting: str, payload: bytes, writer: Connection, deadline: float) -> None:
     if world > 1:
         os.environ["OMP_NUM_THREADS"] = os.environ["MKL_NUM_THREADS"] = "1"
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
     os.environ["RANK"] = os.environ["LOCAL_RANK"] = str(rank)
     os.environ["WORLD_SIZE"] = str(world)
-    faulthandler.dump_traceback_later(max(1.0, timeout_s - 1.0))
+    left_s = max(deadline - time.time(), 1.0)
+    faulthandler.dump_traceback_later(max(left_s - 3.0, 0.5))
     try:
         import torch
         import torch.distributed as dist
@@ -110,7 +113,7 @@ def _rank_main(rank: int, world: int, meeting: str, payload: bytes, writer: Conn
         if world > 1:
             torch.set_num_threads(1)
         dist.init_process_group(
-            "gloo", init_method=f"file://{meeting}", rank=rank, world_size=world, timeout=timedelta(seconds=timeout_s)
+            "gloo", init_method=f"file://{meeting}", rank=rank, world_size=world, timeout=timedelta(seconds=left_s)
         )
         silence_missing_accelerators()
         fn, args = pickle.loads(payload)

@@ -25,7 +25,6 @@ class Runtime:
     Attributes:
         groups, kernel, link, store: see there.
         loss_scale: undoes what the host divides gradients by.
-        matched: data-parallel ranks make the same passes (ZeRO-3).
         timers: called with the kind of each action.
         progress: called after each action.
     """
@@ -35,7 +34,6 @@ class Runtime:
     link: Link
     timers: Timers
     loss_scale: float = 1.0
-    matched: bool = False
     store: StateStore = field(default_factory=StateStore)
     progress: Callable[[Action], None] | None = None
 
@@ -49,7 +47,6 @@ class Runtime:
             cp_group=self.groups.cp.group if self.groups.cp.size > 1 else None,
             timers=self.timers,
             loss_scale=self.loss_scale,
-            matched=self.matched,
             progress=self.progress,
         )
 

@@ -41,6 +41,7 @@ class StepBatch:
         device: where the tensors are made.
         old_logprobs: `file`: the rows' own values, the current log-prob where a row has none; `current`: always the
             current one.
+        head_always: units without loss have a head without rows, so that every backward pass makes the same collectives.
         scored: per unit, old log-probs `[E]` from a scoring pass; they take precedence.
     """
 
@@ -53,6 +54,7 @@ class StepBatch:
     cp_rank: int
     device: torch.device
     old_logprobs: str = "file"
+    head_always: bool = False
     scored: dict[int, Tensor] = field(default_factory=dict)
 
     @property
@@ -73,7 +75,7 @@ class StepBatch:
         ids = np.pad(ids, (0, padding))[shard.pack_index]
         positions = np.pad(positions, (0, padding), mode="edge")[shard.pack_index]
         head, table = None, None
-        if planned.trained:
+        if planned.trained or self.head_always:
             rows = loss_rows(planned, self.trees, self.rollouts)
             kept, local = _held(rows, shard)
             head = HeadRows(self._tensor(local), self._tensor(rows.targets[kept]))
@@ -90,7 +92,9 @@ class StepBatch:
         """See `runner.StepSource`."""
         shard = shard_unit((1,), cp=self.cp, rank=self.cp_rank)
         zeros = torch.zeros(shard.local, dtype=torch.int64, device=self.device)
-        return UnitTensors(zeros[None], zeros, shard, None, None)
+        none = np.zeros(0, dtype=np.int64)
+        table = self._table(-1, Entries(none, none, none))
+        return UnitTensors(zeros[None], zeros, shard, HeadRows(zeros[:0], zeros[:0]), table)
 
     def _entries(self, rows: LossRows, kept: np.ndarray) -> Entries:
         mine = kept[rows.entry_row]
@@ -133,9 +137,10 @@ def _held(rows: LossRows, shard: Shard) -> tuple[np.ndarray, Ids]:
 def _pick(source: Sequence[Reals | None], entries: Entries) -> Reals:
     """One value per entry; NaN for a rollout that has none."""
     picked = np.full(entries.rollout.shape[0], np.nan)
-    for index in np.unique(entries.rollout):
+    order = np.argsort(entries.rollout, kind="stable")
+    rollouts, starts = np.unique(entries.rollout[order], return_index=True)
+    for index, mine in zip(rollouts.tolist(), np.split(order, starts[1:]), strict=False):  # one empty part without entries
         values = source[index]
         if values is not None:
-            mine = entries.rollout == index
             picked[mine] = values[entries.token[mine]]
     return picked

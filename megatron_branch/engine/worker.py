@@ -91,8 +91,9 @@ class Worker:
             kernel=select_kernel(config.attention.backend, device=device, dtype=dtype),
             link=build_link(groups, dtype=dtype, device=device, hidden=self.arch.hidden),
             timers=timers,
-            matched=config.zero.stage == 3,
         )
+        # ZeRO-3 gathers weights inside passes, so all data-parallel ranks must make the same ones.
+        self.matched = config.zero.stage == 3
 
     def plan(self, rollouts: Sequence[Rollout], *, gradient: str | None = None) -> PlannedStep:
         """Plan a step (collective: a digest of the plan is compared over all ranks).
@@ -111,7 +112,7 @@ class Worker:
             trees = build_trees(rollouts, share=branch.gradient != "dense")
         with self.timers("plan"):
             sizes = self.groups
-            layout = Layout(sizes.dp.size, sizes.cp.size, sizes.pp.size, self.runtime.matched)
+            layout = Layout(sizes.dp.size, sizes.cp.size, sizes.pp.size, self.matched)
             plan = make_plan(
                 trees,
                 rollouts,
@@ -131,6 +132,7 @@ class Worker:
                 cp_rank=sizes.cp.rank,
                 device=self.device,
                 old_logprobs=self.config.objective.old_logprobs,
+                head_always=self.matched,
             )
             order, scoring = self._orders(plan)
         return PlannedStep(rollouts, trees, plan, batch, order, scoring)
@@ -167,7 +169,7 @@ class Worker:
 
     def _orders(self, plan: Plan) -> tuple[tuple[Action, ...], tuple[Action, ...]]:
         mine, stages = self.groups.dp.rank, self.groups.pp.size
-        if self.runtime.matched:
+        if self.matched:
             training = match_passes([depth_first(rank.units) for rank in plan.ranks])
             scoring = match_passes([scoring_orders(rank.units, 1)[0] for rank in plan.ranks])
             return training[mine], scoring[mine]

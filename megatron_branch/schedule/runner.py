@@ -42,7 +42,7 @@ class UnitTensors:
         input_ids: int64 `[1, t]`, padding included.
         positions: int64 `[t]`.
         shard: which tokens these are.
-        head: rows of this rank whose targets carry loss; None for a unit without loss.
+        head: rows of this rank whose targets carry loss, possibly none; None where the head need not run at all.
         table: what the loss function needs beside the log-probs; the runner hands it through.
     """
 
@@ -72,7 +72,7 @@ class StepSource(Protocol):
         ...
 
     def idle(self) -> UnitTensors:
-        """Tensors of a pass without tokens of its own."""
+        """Tensors of a pass without tokens of its own; it has a head without rows."""
         ...
 
 
@@ -99,8 +99,6 @@ class Runner:
         kernel: attention kernel.
         cp_group: context-parallel group, None for one rank.
         loss_scale: what every loss is multiplied with before the backward, to undo what the host divides by later.
-        matched: every backward pass runs the head and every layer, so that ranks with other units make the same
-            collectives (ZeRO-3).
         timers: called with the action's kind around each action but idle.
         progress: called after each action.
     """
@@ -112,7 +110,6 @@ class Runner:
     cp_group: Any
     timers: Timers
     loss_scale: float = 1.0
-    matched: bool = False
     progress: Callable[[Action], None] | None = None
     _in_flight: dict[int, _InFlight] = field(default_factory=dict)
 
@@ -146,7 +143,7 @@ class Runner:
 
     def _act(self, action: Action, source: StepSource, forward_only: bool, reports: list[Any]) -> None:
         if action.kind == "idle":
-            self._idle(source.idle(), backward=action.phase == "both" and not forward_only, scoring=forward_only)
+            self._idle(source.idle(), forward_only, backward=action.phase == "both" and not forward_only)
             return
         unit = source.units[action.unit]
         if action.phase == "backward":
@@ -159,10 +156,9 @@ class Runner:
             self._replay(unit, source.tensors(unit.index), reports)
 
     def _describe(self, unit: Unit | None, tensors: UnitTensors, *, head: bool) -> PassDescriptor:
-        rows = tensors.head if head and self.link.next is None else None
-        if rows is None and head and self.matched:
-            nothing = tensors.positions[:0]
-            rows = HeadRows(nothing, nothing)
+        """The pass; on the last stage one whose head does not run ends at the last layer's keys and values."""
+        last = self.link.next is None
+        rows = tensors.head if head and last else None
         return PassDescriptor(
             positions=tensors.positions,
             shard=tensors.shard,
@@ -170,13 +166,13 @@ class Runner:
             kernel=self.kernel,
             cp_group=self.cp_group,
             head=rows,
+            state_only=last and rows is None,
         )
 
     def _capture(self, unit: Unit, tensors: UnitTensors, forward_only: bool, reports: list[Any]) -> None:
         page = self.store.open(unit.index, differentiable=unit.replayed and not forward_only)
         descriptor = self._describe(unit, tensors, head=forward_only)
         descriptor.capture = page
-        descriptor.state_only = self._ends_at_state(descriptor)
         stage_input = self.link.receive_forward(tensors.shard.local)
         if page.differentiable and stage_input is not None:
             page.keep_input(stage_input)
@@ -210,7 +206,6 @@ class Runner:
         page = self.store.page(unit.index)
         descriptor = self._describe(unit, tensors, head=True)
         descriptor.roots = {}
-        descriptor.state_only = self._ends_at_state(descriptor)
         stage_input = self._differentiable(page.stage_input, True)
         output, loss_function = self.forward_step(PassInput(unit, tensors, descriptor), stage_input)
         loss = self._report(unit, tensors, output, loss_function, reports)
@@ -221,21 +216,16 @@ class Runner:
         elif loss is not None:
             ends.append(loss * self.loss_scale)
             seeds.append(None)
-        elif self.matched:
-            ends.append(_touch(output))
-            seeds.append(None)
         torch.autograd.backward(ends, seeds)
         self._send_gradient(stage_input)
 
-    def _idle(self, tensors: UnitTensors, *, backward: bool, scoring: bool) -> None:
-        descriptor = self._describe(None, tensors, head=backward or scoring)
+    def _idle(self, tensors: UnitTensors, forward_only: bool, *, backward: bool) -> None:
+        """The collectives of a capture, or of a tail or replay, with a loss over no entries."""
+        descriptor = self._describe(None, tensors, head=backward or forward_only)
         with torch.set_grad_enabled(backward):
-            output, _ = self.forward_step(PassInput(None, tensors, descriptor), None)
+            output, loss_function = self.forward_step(PassInput(None, tensors, descriptor), None)
             if backward:
-                _touch(output).backward()
-
-    def _ends_at_state(self, descriptor: PassDescriptor) -> bool:
-        return self.link.next is None and descriptor.head is None and not self.matched
+                (loss_function(output)[0] * self.loss_scale).backward()
 
     def _report(
         self, unit: Unit, tensors: UnitTensors, output: Any, loss_function: LossFunction, reports: list[Any]
@@ -255,12 +245,6 @@ class Runner:
         if stage_input is not None:
             assert stage_input.grad is not None
             self.link.send_backward(stage_input.grad)
-
-
-def _touch(output: Any) -> Tensor:
-    """A zero that depends on every output: its backward runs every layer and adds nothing."""
-    tensors = [x for x in (output if isinstance(output, tuple) else (output,)) if x is not None]
-    return torch.stack([(x * 0).sum() for x in tensors]).sum()
 
 
 def _state_seeds(page: Page, descriptor: PassDescriptor) -> tuple[list[Tensor], list[Tensor | None]]:

@@ -1,0 +1,183 @@
+"""DeepSpeed as the host of a step: partitioned optimizer state, gradients and parameters, one reduction per step.
+
+The schedule calls the inner module with plain autograd. Gradients of all passes accumulate locally; once, after the last
+replay, they are completed over tensor-parallel ranks and tied embeddings and handed to DeepSpeed, which averages them over
+the ranks that hold the same parameters. `loss_scale` undoes that average; it is the only place that does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from pathlib import Path
+from typing import Any
+
+import deepspeed
+import torch
+import torch.distributed as dist
+from deepspeed.utils import safe_get_full_grad
+from torch import Tensor, nn
+
+from megatron_branch.config import Config
+from megatron_branch.engine.deepspeed_config import engine_settings
+from megatron_branch.engine.gradients import Gradients, global_norm
+from megatron_branch.engine.groups import Groups
+from megatron_branch.engine.optimizers import build_optimizer, learning_rate
+from megatron_branch.state.store import StateStore
+
+
+class MegatronUnits:
+    """The groups in the form that DeepSpeed asks for (`mpu`)."""
+
+    def __init__(self, groups: Groups) -> None:
+        self._groups = groups
+
+    def get_data_parallel_group(self) -> dist.ProcessGroup:
+        return self._groups.dp_cp.group
+
+    def get_data_parallel_rank(self) -> int:
+        return self._groups.dp_cp.rank
+
+    def get_data_parallel_world_size(self) -> int:
+        return self._groups.dp_cp.size
+
+    def get_model_parallel_group(self) -> dist.ProcessGroup:
+        return self._groups.model.group
+
+    def get_model_parallel_rank(self) -> int:
+        return self._groups.model.rank
+
+    def get_model_parallel_world_size(self) -> int:
+        return self._groups.model.size
+
+    def get_tensor_model_parallel_group(self) -> dist.ProcessGroup:
+        return self._groups.tp.group
+
+    def get_tensor_model_parallel_rank(self) -> int:
+        return self._groups.tp.rank
+
+    def get_tensor_model_parallel_world_size(self) -> int:
+        return self._groups.tp.size
+
+    def get_pipeline_model_parallel_group(self) -> dist.ProcessGroup:
+        return self._groups.pp.group
+
+    def get_pipeline_model_parallel_rank(self) -> int:
+        return self._groups.pp.rank
+
+    def get_pipeline_model_parallel_world_size(self) -> int:
+        return self._groups.pp.size
+
+
+class DeepSpeedHost:
+    """One DeepSpeed engine around this rank's shard of the model.
+
+    Args:
+        model: the shard, weights loaded.
+        config: optimizer, ZeRO stage, clipping.
+        groups: the axes.
+        store: the states, so that weights do not change while one is open.
+        deepspeed_content: the user's DeepSpeed file.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        config: Config,
+        groups: Groups,
+        *,
+        store: StateStore,
+        deepspeed_content: dict[str, Any] | None = None,
+    ) -> None:
+        self._config, self._groups, self._store = config, groups, store
+        self.stage = config.zero.stage
+        self.loss_scale = float(groups.dp_cp.size)
+        optimizer = build_optimizer(config.optimizer, model.parameters())
+        self.engine, self._optimizer, _, _ = deepspeed.initialize(
+            model=model,
+            optimizer=optimizer,
+            config=engine_settings(config, deepspeed_content or {}),
+            mpu=MegatronUnits(groups),
+            dist_init_required=False,
+        )
+        self._gradients = Gradients(self.engine.module, groups)
+        self._dtype = next(model.parameters()).dtype
+
+    @contextmanager
+    def accumulate(self) -> Iterator[None]:
+        """Passes inside belong to one optimizer step; on exit DeepSpeed holds the reduced gradients.
+
+        After an exception the engine must not step; the next `accumulate` starts clean.
+        """
+        self._gradients.clear()
+        coalesce = self.engine.coalesce_grad_reduction() if self.stage > 0 else nullcontext()
+        failed = True
+        try:
+            with coalesce:
+                try:
+                    yield
+                    self._gradients.finish()
+                    self._hand_over()
+                    failed = False
+                finally:
+                    if failed:
+                        self._gradients.clear()
+            if self.stage == 0:
+                self.engine.allreduce_gradients()
+        finally:
+            if failed:
+                self.engine.zero_grad()
+
+    def _hand_over(self) -> None:
+        """Make every parameter's sum its `.grad`, in the parameter's dtype, on every rank: DeepSpeed reduces those."""
+        for name, parameter in self.engine.module.named_parameters():
+            total = self._gradients.or_zero(name)
+            if parameter.grad is total:
+                continue
+            whole = deepspeed.zero.GatheredParameters([parameter]) if self.stage == 3 else nullcontext()
+            with whole:
+                parameter.grad = total.to(parameter.dtype)
+        self._gradients.release_sums()
+
+    def gradient(self, name: str, parameter: nn.Parameter) -> Tensor:
+        """This rank's shard of a parameter's reduced gradient, between `accumulate` and `step` (collective)."""
+        gradient = safe_get_full_grad(parameter)
+        assert gradient is not None, f"DeepSpeed holds no gradient of {name}"
+        return gradient.view(getattr(parameter, "ds_shape", parameter.shape))
+
+    def grad_norm(self) -> float:
+        """L2 norm over the whole model of the reduced gradients (collective), before clipping."""
+        whole = {name: self.gradient(name, p).clone() for name, p in self.engine.module.named_parameters()}
+        return global_norm(self.engine.module, self._groups, whole)
+
+    def step(self, *, number: int, total_steps: int) -> tuple[float, float]:
+        """Clip and update.
+
+        Args:
+            number: of the step, from 1.
+            total_steps: of the run, for the learning-rate schedule.
+
+        Returns:
+            the learning rate used, and the gradient norm before clipping.
+        """
+        self._store.refuse_inside_step("an optimizer step")
+        rate = learning_rate(self._config.optimizer, step=number, total_steps=total_steps)
+        for group in self._optimizer.param_groups:
+            group["lr"] = rate
+        norm = self.grad_norm() if self.stage == 0 else None
+        self.engine.step()
+        if norm is None:
+            norm = float(self.engine.get_global_grad_norm())
+        return rate, norm
+
+    def weight(self, name: str, parameter: nn.Parameter) -> Tensor:
+        """This rank's shard of a weight, gathered where parameters are partitioned (collective)."""
+        if self.stage < 3:
+            return parameter.detach()
+        with deepspeed.zero.GatheredParameters([parameter]):
+            return parameter.detach().clone()
+
+    def save(self, folder: Path, tag: str, state: dict[str, Any]) -> None:
+        """Write weights, fp32 masters, moments and `state` under `folder/tag` in DeepSpeed's format (collective)."""
+        self._store.refuse_inside_step("a checkpoint")
+        self.engine.save_checkpoint(str(folder), tag=tag, client_state=state, save_latest=False)
