@@ -99,6 +99,8 @@ def export_tensors(
     config.dtype = dtype
     config.save_pretrained(partial)
     _write_tokenizer(source, partial)
+    for file in partial.glob("*.safetensors"):
+        shutil.copymode(partial / "config.json", file)  # safetensors makes files that only their owner may read
     for file in [*partial.iterdir(), partial]:
         _sync(file)
     partial.rename(target)

@@ -220,6 +220,7 @@ def _check_export(case: Case, model: Any, source: Any, arch: Any, groups: Any, s
         export_hf(model, arch, groups, target, **options)
     if dist.get_rank() != 0:
         return
+    assert len({file.stat().st_mode for file in target.iterdir()}) == 1, "all files may be read by the same people"
     assert not list(scratch.glob(".*")) and len(list(target.glob("model-*-of-*.safetensors"))) > 1
     loaded, info = AutoModelForCausalLM.from_pretrained(target, output_loading_info=True)
     assert not any(info[key] for key in ("missing_keys", "unexpected_keys", "mismatched_keys")), info
