@@ -147,7 +147,11 @@ def train(job: Job, overrides: Sequence[str], run_dir: Path) -> list[dict[str, A
     words = ["-m", "deepspeed.launcher.runner", "--num_accelerators", str(job.ranks), "--master_port", str(free_port())]
     words += ["launch/train.py", "--config", str(CONFIG), *job.overrides, *overrides, f"tracking.run_dir={run_dir}"]
     run(words, launch_environment(job))
-    return read_metrics(ROOT / run_dir / METRICS_FILE)
+    metrics = ROOT / run_dir / METRICS_FILE
+    rows = read_metrics(metrics) if metrics.is_file() else []
+    if not rows:
+        raise ValueError(f"training ended without a row in {run_dir}/{METRICS_FILE}")
+    return rows
 
 
 def launch_environment(job: Job) -> dict[str, str]:

@@ -118,6 +118,13 @@ def test_training_starts_from_an_empty_run_folder_through_the_launcher(job: Job,
     assert environment["PATH"].split(":")[0] == str(Path(sys.executable).parent)
 
 
+def test_training_without_metrics_is_an_error(job: Job, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(quickstart, "ROOT", tmp_path)
+    monkeypatch.setattr(quickstart, "run", lambda *_: None)
+    with pytest.raises(ValueError, match=r"without a row in runs/x/metrics.jsonl"):
+        train(job, [], Path("runs/x"))
+
+
 def test_ranks_divide_the_cores(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
     for cores, threads in ((1, "1"), (2, "1"), (8, "4")):
         monkeypatch.setattr(quickstart.os, "sched_getaffinity", lambda _, cores=cores: set(range(cores)))
