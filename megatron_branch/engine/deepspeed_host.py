@@ -8,7 +8,7 @@ the ranks that hold the same parameters. `loss_scale` undoes that average; it is
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +23,7 @@ from megatron_branch.engine.deepspeed_config import engine_settings
 from megatron_branch.engine.gradients import Gradients, global_norm
 from megatron_branch.engine.groups import Groups
 from megatron_branch.engine.optimizers import build_optimizer, learning_rate
+from megatron_branch.schedule.runner import Timers
 from megatron_branch.state.store import StateStore
 
 
@@ -77,6 +78,7 @@ class DeepSpeedHost:
         config: optimizer, ZeRO stage, clipping.
         groups: the axes.
         store: the states, so that weights do not change while one is open.
+        timers: the reduction is timed as `optimizer`.
         deepspeed_content: the user's DeepSpeed file.
     """
 
@@ -87,9 +89,10 @@ class DeepSpeedHost:
         groups: Groups,
         *,
         store: StateStore,
+        timers: Timers,
         deepspeed_content: dict[str, Any] | None = None,
     ) -> None:
-        self._config, self._groups, self._store = config, groups, store
+        self._config, self._groups, self._store, self._timers = config, groups, store, timers
         self.stage = config.zero.stage
         self.loss_scale = float(groups.dp_cp.size)
         optimizer = build_optimizer(config.optimizer, model.parameters())
@@ -110,20 +113,21 @@ class DeepSpeedHost:
         After an exception the engine must not step; the next `accumulate` starts clean.
         """
         self._gradients.clear()
-        coalesce = self.engine.coalesce_grad_reduction() if self.stage > 0 else nullcontext()
         failed = True
         try:
-            with coalesce:
-                try:
-                    yield
-                    self._gradients.finish()
-                    self._hand_over()
-                    failed = False
-                finally:
-                    if failed:
-                        self._gradients.clear()
-            if self.stage == 0:
-                self.engine.allreduce_gradients()
+            with ExitStack() as timing:
+                with self.engine.coalesce_grad_reduction() if self.stage > 0 else nullcontext():
+                    try:
+                        yield
+                        timing.enter_context(self._timers("optimizer"))
+                        self._gradients.finish()
+                        self._hand_over()
+                        failed = False
+                    finally:
+                        if failed:
+                            self._gradients.clear()
+                if self.stage == 0:
+                    self.engine.allreduce_gradients()
         finally:
             if failed:
                 self.engine.zero_grad()

@@ -39,7 +39,7 @@ def dump_step(config: Config, out: str, through_deepspeed: bool) -> None:
     if through_deepspeed:
         from megatron_branch.engine.deepspeed_host import DeepSpeedHost
 
-        host = DeepSpeedHost(worker.model, config, groups, store=worker.runtime.store)
+        host = DeepSpeedHost(worker.model, config, groups, store=worker.runtime.store, timers=untimed)
     else:
         host = PlainHost(worker.model, groups)
     worker.runtime.loss_scale = host.loss_scale

@@ -55,21 +55,6 @@ class Groups:
         return self.pp.rank == self.pp.size - 1
 
 
-def check_world_size(*, dp: int, cp: int, tp: int, pp: int, world_size: int) -> None:
-    """Raise ValueError with the numbers and the way out unless the sizes multiply to the number of ranks."""
-    product = dp * cp * tp * pp
-    if product == world_size:
-        return
-    rest = cp * tp * pp
-    remedy = f"launch {product} ranks"
-    if world_size % rest == 0:
-        remedy = f"set parallel.dp={world_size // rest} or {remedy}"
-    raise ValueError(
-        f"parallel sizes dp={dp} pp={pp} cp={cp} tp={tp} multiply to {product}, but the launcher started "
-        f"{world_size} ranks; {remedy}"
-    )
-
-
 def _axis(group: dist.ProcessGroup) -> Axis:
     ranks = tuple(dist.get_process_group_ranks(group))
     return Axis(size=len(ranks), rank=ranks.index(dist.get_rank()), group=group, ranks=ranks)
@@ -77,11 +62,8 @@ def _axis(group: dist.ProcessGroup) -> Axis:
 
 def build_groups(*, dp: int, cp: int, tp: int, pp: int) -> Groups:
     """Create the groups (collective; torch.distributed must be initialised) and make Megatron's layers use them.
-
-    Raises:
-        ValueError: the sizes do not multiply to the number of ranks.
     """
-    check_world_size(dp=dp, cp=cp, tp=tp, pp=pp, world_size=dist.get_world_size())
+    assert dp * cp * tp * pp == dist.get_world_size(), "see checked.check_world_size"
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=tp,
         pipeline_model_parallel_size=pp,

@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from megatron_branch.attention.backends import select_kernel
 from megatron_branch.config import Config
-from megatron_branch.engine.checked import Checked
+from megatron_branch.engine.checked import Checked, check_reference
 from megatron_branch.engine.convert import load_weights
 from megatron_branch.engine.forward_step import BranchForwardStep, PassReport
 from megatron_branch.engine.groups import Groups
@@ -106,7 +106,7 @@ class Worker:
             ValueError: no token is trained, or a KL penalty lacks reference log-probs.
             RuntimeError: ranks planned different steps.
         """
-        self._check_reference(rollouts)
+        check_reference(list(rollouts), self.config)
         branch = self.config.branch if gradient is None else replace_gradient(self.config, gradient).branch
         with self.timers("tree"):
             trees = build_trees(rollouts, share=branch.gradient != "dense")
@@ -175,17 +175,6 @@ class Worker:
             return training[mine], scoring[mine]
         units, stage = plan.ranks[mine].units, self.groups.pp.rank
         return pipeline_orders(units, stages)[stage], scoring_orders(units, stages)[stage]
-
-    def _check_reference(self, rollouts: Sequence[Rollout]) -> None:
-        if self.config.objective.kl_coefficient == 0:
-            return
-        for rollout in rollouts:
-            if rollout.ref_logprobs is None:
-                raise ValueError(
-                    f"{rollout.source}: ref_logprobs is missing, but objective.kl_coefficient="
-                    f"{self.config.objective.kl_coefficient} needs the reference policy's log-probs; "
-                    "add them or set objective.kl_coefficient=0"
-                )
 
     def logprobs(self, step: PlannedStep, reports: Reports) -> list[list[float]] | None:
         """Log-prob of every trained token per rollout, in token order, on global rank 0 (collective); None elsewhere."""

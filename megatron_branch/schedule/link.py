@@ -4,8 +4,8 @@ Both ends know every shape and every order from the plan, so nothing but the ten
 use a communicator each: they then cannot block one another, whatever the order in which the two ends reach them.
 
 Always true:
-- a link never waits for a message that its peer will only send after receiving one from here, because at most two
-  messages per direction are under way and both ends see the same order;
+- sending never waits: a stage that waited for its peer to take a message could keep that peer from taking it. What is
+  under way is bounded by the schedule, which lets captures run ahead only while their state fits;
 - `close` returns only after every message has left.
 """
 
@@ -17,8 +17,6 @@ from dataclasses import dataclass, field
 import torch
 import torch.distributed as dist
 from torch import Tensor
-
-UNDER_WAY = 2
 
 
 @dataclass
@@ -40,9 +38,7 @@ class Link:
     dtype: torch.dtype
     device: torch.device
     hidden: int
-    _sent: dict[str, deque[tuple[dist.Work, Tensor]]] = field(
-        default_factory=lambda: {"forward": deque(), "backward": deque()}
-    )
+    _sent: deque[tuple[dist.Work, Tensor]] = field(default_factory=deque)
 
     def receive_forward(self, tokens: int) -> Tensor | None:
         """Hidden states of the stage before, `[tokens, 1, hidden]`; None on the first stage."""
@@ -55,34 +51,31 @@ class Link:
     def send_forward(self, hidden: Tensor) -> None:
         """Send this stage's output on; nothing on the last stage."""
         if self.next is not None:
-            self._send("forward", hidden, self.next, self.forward_group)
+            self._send(hidden, self.next, self.forward_group)
 
     def send_backward(self, gradient: Tensor) -> None:
         """Send the gradient of this stage's input back; nothing on the first stage."""
         if self.previous is not None:
-            self._send("backward", gradient, self.previous, self.backward_group)
+            self._send(gradient, self.previous, self.backward_group)
 
     def close(self) -> None:
         """Wait until every message has left."""
-        for queue in self._sent.values():
-            while queue:
-                queue.popleft()[0].wait()
+        while self._sent:
+            self._sent.popleft()[0].wait()
 
     def abandon(self) -> None:
         """Forget messages under way, after an error: their peers are gone or will be."""
-        for queue in self._sent.values():
-            queue.clear()
+        self._sent.clear()
 
     def _receive(self, tokens: int, peer: int, group: dist.ProcessGroup) -> Tensor:
         message = torch.empty((tokens, 1, self.hidden), dtype=self.dtype, device=self.device)
         dist.recv(message, src=peer, group=group)
         return message
 
-    def _send(self, direction: str, message: Tensor, peer: int, group: dist.ProcessGroup) -> None:
-        queue = self._sent[direction]
-        while len(queue) >= UNDER_WAY:
-            queue.popleft()[0].wait()
+    def _send(self, message: Tensor, peer: int, group: dist.ProcessGroup) -> None:
+        while self._sent and self._sent[0][0].is_completed():
+            self._sent.popleft()
         message = message.detach().contiguous()
         work = dist.isend(message, dst=peer, group=group)
         assert work is not None
-        queue.append((work, message))
+        self._sent.append((work, message))

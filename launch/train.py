@@ -1,0 +1,93 @@
+"""Train on trees of rollouts; started by the deepspeed launcher (or torchrun), one process per device.
+
+    deepspeed --num_gpus 8 launch/train.py --config C.yaml [--deepspeed_config D.json] [key.sub=value ...]
+
+Inputs: a YAML configuration, a Hugging Face folder and a rollouts file, both named in it.
+Outputs, under tracking.run_dir: metrics.jsonl, the W&B run, checkpoints/, Hugging Face exports, pictures.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import time
+from datetime import timedelta
+from typing import Any
+
+from megatron_branch.config import Config, load_config
+from megatron_branch.engine.deepspeed_config import with_deepspeed_file
+from megatron_branch.engine.quiet import silence_missing_accelerators
+
+
+def parse(arguments: list[str]) -> argparse.Namespace:
+    """Command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--config", required=True, help="YAML configuration")
+    parser.add_argument("--deepspeed_config", help="DeepSpeed JSON, passed through; keys that cannot hold are refused")
+    parser.add_argument("--local_rank", type=int, default=None, help="given by launchers; the environment decides")
+    parser.add_argument("--dry_run", action="store_true", help="print statistics, schedule and bytes, and exit")
+    parser.add_argument("--world_size", type=int, help="ranks that a dry run plans for (default: all it needs)")
+    parser.add_argument("overrides", nargs="*", metavar="key.sub=value", help="configuration keys")
+    return parser.parse_args(arguments)
+
+
+def main(arguments: list[str]) -> int:
+    """Run; 0 on success, 1 after one clear message where the user can put it right."""
+    options = parse(arguments)
+    rank, world_size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
+    silence_missing_accelerators()
+    try:
+        config, content = with_deepspeed_file(load_config(options.config, options.overrides), options.deepspeed_config)
+        if options.dry_run:
+            from megatron_branch.engine.dry_run import dry_run
+
+            print(dry_run(config, world_size=options.world_size))
+            return 0
+        if options.world_size is not None:
+            raise ValueError(f"--world_size={options.world_size} belongs to --dry_run; the launcher sets the ranks of a run")
+        from megatron_branch.engine.checked import check_run
+
+        checked, steps = check_run(config, world_size=world_size)
+    except ValueError as error:
+        return refuse(error, rank)
+    train(config, content, checked, steps)
+    return 0
+
+
+def refuse(error: ValueError, rank: int) -> int:
+    """One message from rank 0. Another rank speaks only if rank 0 found nothing wrong and is still there after a while."""
+    if rank != 0:
+        time.sleep(5.0)
+    print(f"train.py: {'' if rank == 0 else f'rank {rank}: '}{error}", file=sys.stderr, flush=True)
+    return 1
+
+
+def train(config: Config, content: dict[str, Any], checked: Any, steps: Any) -> None:
+    """Everything that needs torch.distributed."""
+    import torch
+    import torch.distributed as dist
+
+    from megatron_branch.engine import host_cpu
+    from megatron_branch.engine.groups import build_groups
+    from megatron_branch.engine.trainer import Trainer
+
+    if torch.cuda.is_available():
+        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
+    device = host_cpu.enter()
+    for name, value in {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}.items():
+        os.environ.setdefault(name, value)
+    backend = "nccl" if device.type == "cuda" else "gloo"
+    dist.init_process_group(backend, timeout=timedelta(seconds=config.timeout_s))
+    try:
+        sizes = config.parallel
+        dp = sizes.data_parallel(dist.get_world_size())
+        groups = build_groups(dp=dp, cp=sizes.cp, tp=sizes.tp, pp=sizes.pp)
+        trainer = Trainer(config, checked, groups=groups, device=device, deepspeed_content=content)
+        trainer.train(steps)
+    finally:
+        dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

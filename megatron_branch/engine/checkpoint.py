@@ -1,0 +1,68 @@
+"""Checkpoints: a folder that is complete or absent.
+
+`RUN/checkpoints/global_step_N/` is written under a temporary name, synced and renamed; then `latest` is moved to it.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+from megatron_branch.engine.deepspeed_host import DeepSpeedHost
+
+PREFIX = "global_step_"
+
+
+def save_checkpoint(host: DeepSpeedHost, folder: Path, *, step: int, state: dict[str, Any], keep: int | None) -> Path:
+    """Write one checkpoint (collective).
+
+    Args:
+        host: weights, fp32 masters and moments.
+        folder: `RUN/checkpoints`.
+        step: optimizer steps taken.
+        state: what a later run needs beside them: data position, random states, W&B id.
+        keep: newest checkpoints to keep; None keeps all.
+
+    Returns:
+        The checkpoint's folder.
+    """
+    name = f"{PREFIX}{step}"
+    partial = f".{name}.partial"
+    if dist.get_rank() == 0:
+        shutil.rmtree(folder / partial, ignore_errors=True)
+        folder.mkdir(parents=True, exist_ok=True)
+    dist.barrier()
+    host.save(folder, partial, state)
+    dist.barrier()
+    if dist.get_rank() == 0:
+        for path in (folder / partial).rglob("*"):
+            _sync(path)
+        shutil.rmtree(folder / name, ignore_errors=True)
+        os.rename(folder / partial, folder / name)
+        pointer = folder / ".latest.partial"
+        pointer.write_text(name + "\n", encoding="utf-8")
+        _sync(pointer)
+        os.replace(pointer, folder / "latest")
+        _sync(folder)
+        if keep is not None:
+            for old in _steps(folder)[:-keep]:
+                shutil.rmtree(folder / f"{PREFIX}{old}")
+    dist.barrier()
+    return folder / name
+
+
+def _steps(folder: Path) -> list[int]:
+    found = [path.name.removeprefix(PREFIX) for path in folder.iterdir() if path.name.startswith(PREFIX)]
+    return sorted(int(number) for number in found if number.isdigit())
+
+
+def _sync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

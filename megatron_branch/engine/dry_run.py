@@ -1,0 +1,49 @@
+"""What a run would do, without ranks, weights or GPUs."""
+
+from __future__ import annotations
+
+from megatron_branch.config import Config
+from megatron_branch.engine.checked import check_run
+from megatron_branch.engine.outlook import outlook
+from megatron_branch.plan.build import make_plan
+from megatron_branch.plan.limits import Layout
+from megatron_branch.tracking.console import bytes_text
+from megatron_branch.tree.build import build_trees
+
+WIDTH = 100
+
+
+def dry_run(config: Config, *, world_size: int | None) -> str:
+    """Tree statistics, schedule and predicted state bytes of the first step, as text.
+
+    Args:
+        world_size: ranks to plan for; None: the smallest number that the sizes allow.
+
+    Raises:
+        ValueError: as a run would.
+    """
+    sizes = config.parallel
+    ranks = world_size or sizes.cp * sizes.tp * sizes.pp * (sizes.dp or 1)
+    checked, steps = check_run(config, world_size=ranks)
+    rollouts = steps[0]
+    layout = Layout(sizes.data_parallel(ranks), sizes.cp, sizes.pp, config.zero.stage == 3)
+    trees = build_trees(rollouts, share=config.branch.gradient != "dense")
+    plan = make_plan(
+        trees,
+        rollouts,
+        config=config.branch,
+        layout=layout,
+        aggregation=config.objective.aggregation,
+        shape=checked.arch.shape(),
+    )
+    view = outlook(config, checked.arch, plan, trees, rollouts, world_size=ranks, device="planned")
+    lines = [f"topology  {view.topology}", *(f"trees     {line}" for line in view.trees.splitlines())]
+    lines += [f"stage {stage}   {order}" for stage, order in enumerate(view.orders)]
+    lines.append(view.timeline(WIDTH))
+    lines.append(
+        f"bubble {100 * view.simulation.bubble_fraction:.1f} %, speed-up bound by FLOPs x{view.flops.bound:.2f}; "
+        f"{len(steps)} steps in all"
+    )
+    kinds = ", ".join(f"{kind} {bytes_text(size)}" for kind, size in view.peak_bytes.items())
+    lines.append(f"state on the fullest rank, peak by kind: {kinds}")
+    return "\n".join(lines)

@@ -1,0 +1,130 @@
+"""What a step will do, before it runs: statistics, schedule, bytes, FLOPs. For headers, metrics and dry runs."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from megatron_branch.config import Config
+from megatron_branch.engine.architecture import Architecture, stage_layers
+from megatron_branch.plan.cost import PlanFlops, plan_flops, unit_flops
+from megatron_branch.plan.plan import Plan
+from megatron_branch.rollouts.record import Rollout
+from megatron_branch.schedule.orders import pipeline_orders
+from megatron_branch.schedule.render import ascii_timeline, picture, text
+from megatron_branch.schedule.simulate import Simulation, simulate
+from megatron_branch.state.predict import predict_state, state_sizes
+from megatron_branch.tree.node import Tree
+from megatron_branch.tree.stats import TreeStats, tree_stats
+
+DTYPE_BYTES = {"float64": 8, "float32": 4, "bfloat16": 2}
+
+
+@dataclass(frozen=True)
+class Outlook:
+    """A planned step described.
+
+    Attributes:
+        topology: parallel sizes, ZeRO stage and devices in one line.
+        stats: of the trees.
+        plan: the step.
+        peak_bytes: predicted peak of the state by kind on the fullest rank.
+        flops: dense, executed by training, and their ratio.
+        executed_flops: those of a scoring pass included.
+        orders: per stage, of the data-parallel rank with the most work.
+        simulation: of those orders.
+        busiest: that rank.
+    """
+
+    topology: str
+    stats: TreeStats
+    plan: Plan
+    peak_bytes: Mapping[str, int]
+    flops: PlanFlops
+    executed_flops: float
+    orders: tuple[str, ...]
+    simulation: Simulation
+    busiest: int
+
+    @property
+    def trees(self) -> str:
+        """Statistics as text."""
+        return self.stats.text()
+
+    def metrics(self) -> dict[str, float]:
+        """The `branch/` metrics that the plan alone determines."""
+        return {
+            "branch/tree_token_ratio": self.plan.logical_tokens / max(self.plan.executed_tokens, 1),
+            "branch/shared_tokens": float(self.plan.logical_tokens - self.plan.executed_tokens),
+            "branch/tails_per_tree": self.stats.tails_per_tree,
+            "branch/bubble_fraction": self.simulation.bubble_fraction,
+            "branch/speedup_bound": self.flops.bound,
+        }
+
+    def picture(self, path: Path) -> None:
+        """Draw the simulated schedule (needs the extra `plot`)."""
+        picture(self.simulation, path, title=f"simulated schedule, data-parallel rank {self.busiest}")
+
+    def timeline(self, width: int) -> str:
+        """The simulated schedule in characters."""
+        return ascii_timeline(self.simulation, width)
+
+
+def outlook(
+    config: Config,
+    arch: Architecture,
+    plan: Plan,
+    trees: Sequence[Tree],
+    rollouts: Sequence[Rollout],
+    *,
+    world_size: int,
+    device: str,
+) -> Outlook:
+    """Describe a planned step; the same on every rank."""
+    sizes = config.parallel
+    dp = sizes.data_parallel(world_size)
+    flops = plan_flops(plan, trees, arch.shape())
+    scoring = 0.0
+    if config.objective.old_logprobs == "recompute":
+        scoring = sum(unit_flops(u, arch.shape(), phase="score") for rank in plan.ranks for u in rank.units)
+        scoring += plan.loss_tokens * arch.shape().head_flops
+    busiest = max(range(dp), key=lambda rank: sum(unit.tokens for unit in plan.ranks[rank].units))
+    units = plan.ranks[busiest].units
+    orders = pipeline_orders(units, sizes.pp)
+    return Outlook(
+        topology=(
+            f"{world_size} {device} ranks: tp {sizes.tp}, cp {sizes.cp}, pp {sizes.pp}, dp {dp}; "
+            f"ZeRO {config.zero.stage}, {config.model.dtype}, gradient {plan.gradient}"
+        ),
+        stats=tree_stats(trees, rollouts),
+        plan=plan,
+        peak_bytes=_peak_bytes(config, arch, plan),
+        flops=flops,
+        executed_flops=flops.executed + scoring,
+        orders=tuple(text(order, units) for order in orders),
+        simulation=simulate(orders, units),
+        busiest=busiest,
+    )
+
+
+def _peak_bytes(config: Config, arch: Architecture, plan: Plan) -> dict[str, int]:
+    """Predicted peak by kind on the rank whose sum is largest."""
+    sizes = config.parallel
+    largest: tuple[int, dict[str, int]] = (0, {"state": 0, "adjoint": 0, "stage_input": 0})
+    layers = stage_layers(arch, sizes.pp)
+    for rank in plan.ranks:
+        for stage, order in enumerate(pipeline_orders(rank.units, sizes.pp)):
+            per_token = state_sizes(
+                layers=layers[stage],
+                kv_heads=arch.kv_heads // sizes.tp,
+                head_dim=arch.head_dim,
+                hidden=arch.hidden,
+                dtype_bytes=DTYPE_BYTES[config.model.dtype],
+                first_stage=stage == 0,
+            )
+            for cp_rank in range(sizes.cp):
+                count = predict_state(order, rank.units, per_token, cp=sizes.cp, cp_rank=cp_rank)
+                if count.peak_total > largest[0]:
+                    largest = (count.peak_total, dict(count.peak))
+    return largest[1]

@@ -1,0 +1,72 @@
+"""How many bytes of state an order will hold: the formulas of the store, walked without tensors.
+
+Always true: for the same order and units, the prediction equals what `StateStore.count` measures, to the byte.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from megatron_branch.plan.plan import Unit
+from megatron_branch.plan.shard import Shard, shard_unit
+from megatron_branch.schedule.actions import Action
+from megatron_branch.schedule.orders import releases
+from megatron_branch.state.bytes import ByteCount
+
+
+@dataclass(frozen=True, slots=True)
+class StateSizes:
+    """Bytes per token on one rank.
+
+    Attributes:
+        kv: keys and values of all layers of the stage, local KV heads, in the model's dtype.
+        adjoint: the same in the accumulation dtype.
+        stage_input: hidden states entering the stage; 0 on the first stage.
+    """
+
+    kv: int
+    adjoint: int
+    stage_input: int
+
+
+def state_sizes(
+    *, layers: int, kv_heads: int, head_dim: int, hidden: int, dtype_bytes: int, first_stage: bool
+) -> StateSizes:
+    """Sizes of a stage with `layers` layers and `kv_heads` KV heads per rank."""
+    elements = 2 * layers * kv_heads * head_dim
+    accumulated = 8 if dtype_bytes == 8 else 4
+    return StateSizes(
+        kv=elements * dtype_bytes,
+        adjoint=elements * accumulated,
+        stage_input=0 if first_stage else hidden * dtype_bytes,
+    )
+
+
+def predict_state(
+    order: Sequence[Action], units: Sequence[Unit], sizes: StateSizes, *, cp: int, cp_rank: int
+) -> ByteCount:
+    """Peak bytes by kind of a training order on one rank."""
+    count = ByteCount()
+    held: dict[int, dict[str, int]] = {}
+    for action, done in zip(order, releases(order, units), strict=True):
+        if action.kind == "capture":
+            unit = units[action.unit]
+            shard = _shard(unit, cp, cp_rank)
+            held[unit.index] = {"stage_input": shard.local * sizes.stage_input if unit.replayed else 0}
+            held[unit.index]["state"] = shard.owned * sizes.kv
+            for kind, size in held[unit.index].items():
+                count.add(kind, size)
+        elif action.kind != "idle" and action.phase != "forward":
+            for prefix in units[action.unit].context:
+                if units[prefix].replayed and "adjoint" not in held[prefix]:
+                    held[prefix]["adjoint"] = _shard(units[prefix], cp, cp_rank).owned * sizes.adjoint
+                    count.add("adjoint", held[prefix]["adjoint"])
+        for prefix in done:
+            for kind, size in held.pop(prefix).items():
+                count.add(kind, -size)
+    return count
+
+
+def _shard(unit: Unit, cp: int, cp_rank: int) -> Shard:
+    return shard_unit(tuple(segment.tokens for segment in unit.segments), cp=cp, rank=cp_rank)
