@@ -94,6 +94,15 @@ def test_the_file_is_read_by_the_trainer_and_does_not_depend_on_other_prompts(fo
     assert sorted(path.name for path in tmp_path.iterdir()) == ["both.jsonl", "one.jsonl"]
 
 
+def test_rollouts_depend_on_the_seed_and_the_prompt_id(folder: Path) -> None:
+    def sampled(prompt_id: str, seed: int) -> list[list[int]]:
+        return [row["token_ids"] for row in sampler(folder, seed=seed).rollouts(prompt([7, 8, 9], prompt_id))]
+
+    assert sampled("a", 0) == sampled("a", 0)
+    assert sampled("a", 0) != sampled("b", 0)
+    assert sampled("a", 0) != sampled("a", 1)
+
+
 def test_a_failure_leaves_no_file(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*_: object) -> None:
         raise RuntimeError("stopped")
