@@ -121,6 +121,7 @@ def test_a_failure_leaves_no_file(folder: Path, tmp_path: Path, monkeypatch: pyt
         ("exact", "yes", "yes it is", 0),
         ("contains", "finally", 'The "finally" clause', 1),
         ("contains", "final", 'The "finally" clause', 0),
+        ("contains", "TypeError", "MyTypeError", 0),
         ("contains", "True", "it is true", 1),
         ("contains", "**", "x ** y", 1),
         ("number", "7", "3 plus 4 is 7.", 1),
