@@ -1,0 +1,199 @@
+"""Time one training step dense, exact and detached, side by side in one process, on made-up rollouts and random weights.
+
+Inputs: sizes of the model and of the rollouts (P prompt tokens, N rollouts of R response tokens).
+Outputs: a table, and with --json FILE an object whose `cases` list has P, N, R, mode, seconds, dense_seconds, ratio, bound,
+share_of_bound, peak_bytes. A ratio is dense time over the mode's time, both the fastest of --repeats interleaved runs; the
+bound is dense FLOPs over executed FLOPs by plan/cost.py. peak_bytes is the peak resident size of the process in that mode.
+
+No optimizer step is timed: it is the same for all modes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import gc
+import json
+import platform
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+MODES = ("dense", "exact", "detached")
+
+
+@dataclass(frozen=True)
+class BenchCase:
+    """One row of the result."""
+
+    P: int
+    N: int
+    R: int
+    mode: str
+    seconds: float
+    dense_seconds: float
+    ratio: float
+    bound: float
+    share_of_bound: float
+    peak_bytes: int
+
+
+def parse(arguments: Sequence[str]) -> argparse.Namespace:
+    """Command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--case", action="append", metavar="P,N,R", help="may be repeated (default 2048,2,128 2048,8,128 2048,16,128)")
+    parser.add_argument("--modes", default=",".join(MODES), help="comma-separated (default %(default)s)")
+    for name, default in {
+        "layers": 4, "hidden": 256, "ffn": 768, "heads": 8, "kv_heads": 2, "head_dim": 32, "vocab": 2048,
+    }.items():  # fmt: skip
+        parser.add_argument(f"--{name}", type=int, default=default, help="model size (default %(default)s)")
+    parser.add_argument("--dtype", choices=["float32", "bfloat16", "float64"], default="float32")
+    parser.add_argument("--chunk_tokens", type=int, help="most tokens of a node in one pass (default unlimited)")
+    parser.add_argument("--pack_tokens", type=int, default=256, help="most tokens of packed tails (default %(default)s)")
+    parser.add_argument("--threads", type=int, default=2, help="CPU threads (default %(default)s)")
+    parser.add_argument("--repeats", type=int, default=3, help="runs of each mode; the fastest counts (default 3)")
+    parser.add_argument("--json", type=Path, help="file to write")
+    return parser.parse_args(arguments)
+
+
+def parse_case(text: str) -> tuple[int, int, int]:
+    """`P,N,R` as numbers."""
+    parts = text.split(",")
+    if len(parts) != 3 or not all(part.strip().isdigit() and int(part) > 0 for part in parts):
+        raise ValueError(f"--case {text}: must be three positive integers P,N,R, for example 2048,8,128")
+    prompt, rollouts, response = (int(part) for part in parts)
+    return prompt, rollouts, response
+
+
+class Bench:
+    """One model and the means to step it in any mode."""
+
+    def __init__(self, options: argparse.Namespace) -> None:
+        import torch
+
+        from megatron_branch.config import make_config
+        from megatron_branch.engine import host_cpu
+        from megatron_branch.engine.architecture import architecture_from_config
+        from megatron_branch.engine.checked import Checked
+        from megatron_branch.engine.dump import untimed
+        from megatron_branch.engine.groups import build_groups
+        from megatron_branch.engine.plain import PlainHost
+        from megatron_branch.engine.random_model import random_source
+        from megatron_branch.engine.worker import Worker
+
+        torch.set_num_threads(options.threads)
+        device = host_cpu.enter()
+        torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+        self.options = options
+        self.config = make_config(
+            {
+                "model": {"path": "random", "dtype": options.dtype},
+                "data": {"rollouts": "synthetic"},
+                "branch": {"chunk_tokens": options.chunk_tokens, "pack_tokens": options.pack_tokens},
+            }
+        )
+        names = ("layers", "hidden", "ffn", "heads", "kv_heads", "head_dim", "vocab")
+        source = random_source(**{name: getattr(options, name) for name in names})
+        checked = Checked(source, architecture_from_config(source.config, source="random"))
+        groups = build_groups(dp=1, cp=1, tp=1, pp=1)
+        self.worker = Worker(self.config, checked, groups=groups, device=device, timers=untimed)
+        self.host = PlainHost(self.worker.model, groups)
+        self.worker.runtime.loss_scale = self.host.loss_scale
+
+    def measure(self, case: tuple[int, int, int], modes: Sequence[str]) -> list[BenchCase]:
+        """All modes of one case, interleaved."""
+        from megatron_branch.plan.cost import plan_flops
+        from megatron_branch.rollouts.synthetic import SyntheticSpec, synthetic_rollouts
+
+        prompt, count, response = case
+        spec = SyntheticSpec(
+            prefix_tokens=(prompt,), fan_out=(count,), tail_tokens=(response,), vocab_size=self.options.vocab
+        )
+        rollouts = synthetic_rollouts(spec)
+        steps = {mode: self.worker.plan(rollouts, gradient=mode) for mode in dict.fromkeys(("dense", *modes))}
+        seconds: dict[str, list[float]] = {mode: [] for mode in steps}
+        peaks: dict[str, int] = dict.fromkeys(steps, 0)
+        for _ in range(self.options.repeats):
+            for mode, step in steps.items():
+                _trim()
+                _reset_peak()
+                start = time.perf_counter()
+                with self.host.accumulate():
+                    self.worker.run(step)
+                seconds[mode].append(time.perf_counter() - start)
+                peaks[mode] = max(peaks[mode], _peak_bytes())
+        dense = min(seconds["dense"])
+        rows = []
+        for mode in modes:
+            flops = plan_flops(steps[mode].plan, steps[mode].trees, self.worker.arch.shape())
+            ratio = dense / min(seconds[mode])
+            rows.append(
+                BenchCase(prompt, count, response, mode, min(seconds[mode]), dense, ratio, flops.bound,
+                          ratio / flops.bound, peaks[mode])
+            )  # fmt: skip
+        return rows
+
+
+def _trim() -> None:
+    """Return freed memory to the system, so that peaks of different modes can be compared (Linux with glibc)."""
+    gc.collect()
+    if sys.platform == "linux":
+        ctypes.CDLL(None).malloc_trim(0)
+
+
+def _reset_peak() -> None:
+    """Start the kernel's record of the peak resident size anew (Linux)."""
+    Path("/proc/self/clear_refs").write_text("5")
+
+
+def _peak_bytes() -> int:
+    """Peak resident size since `_reset_peak`."""
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.startswith("VmHWM:"):
+            return int(line.split()[1]) * 1024
+    raise AssertionError("/proc/self/status has no VmHWM")
+
+
+def table(rows: Sequence[BenchCase]) -> str:
+    """The rows for a person."""
+    lines = [f"{'P':>7} {'N':>4} {'R':>6} {'mode':<9} {'seconds':>9} {'ratio':>7} {'bound':>7} {'share':>7} {'peak MiB':>9}"]
+    for row in rows:
+        lines.append(
+            f"{row.P:>7} {row.N:>4} {row.R:>6} {row.mode:<9} {row.seconds:>9.3f} {row.ratio:>6.2f}x {row.bound:>6.2f}x "
+            f"{100 * row.share_of_bound:>6.1f}% {row.peak_bytes / 2**20:>9.1f}"
+        )
+    return "\n".join(lines)
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Run; 0 on success, 1 with one line on standard error otherwise."""
+    from megatron_branch.engine.quiet import silence_missing_accelerators
+
+    options = parse(arguments)
+    silence_missing_accelerators()
+    try:
+        cases = [parse_case(text) for text in options.case or ["2048,2,128", "2048,8,128", "2048,16,128"]]
+        modes = options.modes.split(",")
+        if unknown := [mode for mode in modes if mode not in MODES]:
+            raise ValueError(f"--modes {options.modes}: {unknown[0]!r} is none of {', '.join(MODES)}")
+        bench = Bench(options)
+    except ValueError as error:
+        print(f"bench_step: {error}", file=sys.stderr)
+        return 1
+    rows = [row for case in cases for row in bench.measure(case, modes)]
+    print(table(rows))
+    if options.json is not None:
+        result: dict[str, Any] = {
+            "machine": f"{platform.machine()}, {options.threads} threads",
+            "options": {key: value for key, value in vars(options).items() if key not in ("json", "case")},
+            "cases": [asdict(row) for row in rows],
+        }
+        options.json.write_text(json.dumps(result, indent=1) + "\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
