@@ -33,11 +33,17 @@ class LocalRanksError(RuntimeError):
         self.report = report
 
 
-def run_local_ranks(world: int, fn: Callable[..., Any] | str, *args: Any, timeout_s: float = 60.0) -> list[Any]:
+def run_local_ranks(
+    world: int, fn: Callable[..., Any] | str, *args: Any, timeout_s: float = 60.0, start_method: str = "spawn"
+) -> list[Any]:
     """Call `fn(*args)` on `world` fresh processes that share a gloo process group.
 
     `fn` must be a module-level function, or `module:name` of one that this process need not import; it finds its rank with
     `torch.distributed.get_rank()`. A world of one rank gets the machine's threads, ranks of a larger one get one thread each.
+
+    Args:
+        timeout_s: of the whole call.
+        start_method: multiprocessing's; `forkserver` saves the imports of its preloaded modules.
 
     Returns:
         what `fn` returned on each rank, by rank (it must pickle).
@@ -46,7 +52,7 @@ def run_local_ranks(world: int, fn: Callable[..., Any] | str, *args: Any, timeou
         LocalRanksError: a rank raised or died; the others are killed at once.
         TimeoutError: some rank was not done after `timeout_s`; each rank has then printed its stack, and all are killed.
     """
-    context = multiprocessing.get_context("spawn")
+    context: Any = multiprocessing.get_context(start_method)
     deadline = time.time() + timeout_s
     payload = pickle.dumps((fn, args))
     with tempfile.TemporaryDirectory() as scratch:
