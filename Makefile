@@ -15,12 +15,14 @@ help:  ## list the targets
 
 setup: $(STAMP)  ## create .venv and install everything (again only when setup.py changes)
 
-# Without a GPU the pin comes first, so that the CPU build of torch satisfies every later requirement.
+# Without a GPU the pin comes first, so that the CPU build of torch satisfies every later requirement. Bytecode is compiled on
+# all cores afterwards (a few files of the packages are templates and do not compile): without it every process pays 13 s.
 $(STAMP): setup.py
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	@if nvidia-smi >/dev/null 2>&1; then echo "GPU found: pip chooses torch"; \
 	else $(BIN)/python -m pip install --quiet --no-compile --disable-pip-version-check "$(TORCH_CPU)"; fi
 	$(BIN)/python -m pip install --quiet --no-compile --disable-pip-version-check --use-pep517 -e ".[dev,gguf,plot]"
+	@$(BIN)/python -m compileall -q -j 0 $(VENV)/lib || true
 	@touch $@
 
 quickstart: setup  ## sample rollouts with a small model, train three steps, load the result
