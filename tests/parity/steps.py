@@ -3,50 +3,57 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from megatron.core import parallel_state
 from torch import Tensor
 
 from megatron_branch.config import Config, make_config
 from megatron_branch.engine import host_cpu
+from megatron_branch.engine.architecture import stage_layers
 from megatron_branch.engine.checked import check_model
 from megatron_branch.engine.convert import gather_full
 from megatron_branch.engine.dump import untimed
 from megatron_branch.engine.forward_step import total
 from megatron_branch.engine.groups import build_groups
 from megatron_branch.engine.plain import PlainHost
-from megatron_branch.engine.worker import Worker
+from megatron_branch.engine.worker import PlannedStep, Worker
 from megatron_branch.objective.reduce import reduce_losses
 from megatron_branch.rollouts.record import Rollout
+from megatron_branch.state.predict import predict_state, state_sizes
 
 
 @dataclass(frozen=True)
 class Case:
-    """What may change without changing the numbers: layout `(tp, cp, pp, dp)`, chunks, packs, kernels."""
+    """What may change without changing the numbers: layout `(tp, cp, pp, dp)`, chunks, packs, precision.
 
+    `model` is a folder; `objective` are keys of the configuration's section.
+    """
+
+    model: Path
     layout: tuple[int, int, int, int] = (1, 1, 1, 1)
     gradient: str = "exact"
     chunk_tokens: int | None = None
     pack_tokens: int = 2048
     dtype: str = "float64"
     objective: tuple[tuple[str, Any], ...] = ()
-    recompute_old: bool = False
 
-    def config(self, model: Path) -> Config:
+    @property
+    def world(self) -> int:
+        """Number of ranks."""
+        tp, cp, pp, dp = self.layout
+        return tp * cp * pp * dp
+
+    def config(self) -> Config:
         """The configuration of the case."""
-        objective = dict(self.objective)
-        if self.recompute_old:
-            objective["old_logprobs"] = "recompute"
         tp, cp, pp, dp = self.layout
         return make_config(
             {
-                "model": {"path": str(model), "dtype": self.dtype},
+                "model": {"path": str(self.model), "dtype": self.dtype},
                 "data": {"rollouts": "unused"},
                 "parallel": {"tp": tp, "cp": cp, "pp": pp, "dp": dp},
                 "branch": {
@@ -54,49 +61,94 @@ class Case:
                     "chunk_tokens": self.chunk_tokens,
                     "pack_tokens": self.pack_tokens,
                 },
-                "objective": objective,
+                "objective": dict(self.objective),
                 "optimizer": {"name": "sgd", "lr": 0.1, "clip_grad": 0.0},
             }
         )
 
+    def __str__(self) -> str:
+        settings = [self.model.name, "tp{} cp{} pp{} dp{}".format(*self.layout), self.gradient, self.dtype]
+        return " ".join([*settings, f"chunk {self.chunk_tokens}", f"pack {self.pack_tokens}", str(dict(self.objective))])
+
 
 @dataclass
 class Numbers:
-    """What a step gives, on global rank 0."""
+    """What a step gives: gradients and log-probs on global rank 0, the rest on every rank.
+
+    Attributes:
+        gradients: by Hugging Face name, whole.
+        logprobs: per rollout, of its trained tokens.
+        loss, grad_norm: of the step.
+        max_log_ratio: largest |current - old log-prob|.
+        state_bytes, predicted_bytes: this rank's peak by kind, measured and predicted.
+        replays: number of prefix units of this rank that are replayed.
+    """
 
     gradients: dict[str, Tensor] = field(default_factory=dict)
     logprobs: list[list[float]] = field(default_factory=list)
     loss: float = 0.0
     grad_norm: float = 0.0
     max_log_ratio: float = 0.0
+    state_bytes: dict[str, int] = field(default_factory=dict)
+    predicted_bytes: dict[str, int] = field(default_factory=dict)
+    replays: int = 0
 
 
-def compute(case: Case, model: Path, rollouts: Sequence[Rollout]) -> Numbers:
-    """Run the case on the ranks of the current world (collective); filled in on rank 0 only."""
+def in_layout(case: Case, compute: Callable[[Worker], Any]) -> Any:
+    """Call `compute` with a worker of the case on the ranks of the current world (collective)."""
     device = host_cpu.enter()
     tp, cp, pp, dp = case.layout
     groups = build_groups(dp=dp, cp=cp, tp=tp, pp=pp)
     try:
-        config = case.config(model)
-        worker = Worker(config, check_model(config), groups=groups, device=device, timers=untimed)
-        host = PlainHost(worker.model, groups)
-        step = worker.plan(rollouts)
-        if case.recompute_old:
-            worker.score(step)
-        with host.accumulate():
-            reports = worker.run(step)
-        dtype = torch.float32 if case.dtype == "bfloat16" else getattr(torch, case.dtype)
-        gradients = dict(gather_full(worker.model, worker.arch, groups, host.gradient, dtype=dtype))
-        sums = reduce_losses(total(reports, device), [groups.dp_cp.group, groups.pp.group])
-        logprobs = worker.logprobs(step, reports) or []
-        return Numbers(gradients, logprobs, sums.loss.item(), host.grad_norm(), sums.max_log_ratio.item())
+        config = case.config()
+        return compute(Worker(config, check_model(config), groups=groups, device=device, timers=untimed))
     finally:
         parallel_state.destroy_model_parallel()
 
 
-def compute_all(cases: Sequence[Case], model: Path, rollouts: Sequence[Rollout]) -> list[Numbers]:
+def compute(case: Case, rollouts: Sequence[Rollout]) -> Numbers:
+    """Run the case on the ranks of the current world (collective)."""
+    return in_layout(case, lambda worker: one_step(worker, rollouts, PlainHost(worker.model, worker.groups)))
+
+
+def one_step(worker: Worker, rollouts: Sequence[Rollout], host: PlainHost) -> Numbers:
+    """Plan, score where asked, run; the numbers (collective)."""
+    groups, config = worker.groups, worker.config
+    step = worker.plan(rollouts)
+    if config.objective.old_logprobs == "recompute":
+        worker.score(step)
+    with host.accumulate():
+        reports = worker.run(step)
+    dtype = torch.float64 if config.model.dtype == "float64" else torch.float32
+    sums = reduce_losses(total(reports, worker.device), [groups.dp_cp.group, groups.pp.group])
+    return Numbers(
+        gradients=dict(gather_full(worker.model, worker.arch, groups, host.gradient, dtype=dtype)),
+        logprobs=worker.logprobs(step, reports) or [],
+        loss=sums.loss.item(),
+        grad_norm=host.grad_norm(),
+        max_log_ratio=sums.max_log_ratio.item(),
+        state_bytes=dict(worker.runtime.store.count.peak),
+        predicted_bytes=_predicted(worker, step),
+        replays=sum(unit.replayed for unit in step.units),
+    )
+
+
+def _predicted(worker: Worker, step: PlannedStep) -> dict[str, int]:
+    arch, groups = worker.arch, worker.groups
+    sizes = state_sizes(
+        layers=stage_layers(arch, groups.pp.size)[groups.pp.rank],
+        kv_heads=arch.kv_heads // groups.tp.size,
+        head_dim=arch.head_dim,
+        hidden=arch.hidden,
+        dtype_bytes=next(worker.model.parameters()).element_size(),
+        first_stage=groups.first_stage,
+    )
+    return predict_state(step.order, step.units, sizes, cp=groups.cp.size, cp_rank=groups.cp.rank).peak
+
+
+def compute_all(cases: Sequence[Case], rollouts: Sequence[Rollout]) -> list[Numbers]:
     """`compute` for each case, one world for all of them."""
-    return [compute(case, model, rollouts) for case in cases]
+    return [compute(case, rollouts) for case in cases]
 
 
 def relative(a: Tensor, b: Tensor) -> float:
@@ -118,8 +170,24 @@ def worst_logprob(numbers: Numbers, truth: Numbers) -> float:
     return worst
 
 
+def errors(numbers: Numbers, truth: Numbers) -> dict[str, float]:
+    """The worst error of each kind: parameters, log-probs (nats), loss, gradient norm."""
+    error, _ = worst_gradient(numbers, truth)
+    return {
+        "gradient": error,
+        "logprob": worst_logprob(numbers, truth),
+        "loss": abs(numbers.loss / truth.loss - 1),
+        "norm": abs(numbers.grad_norm / truth.grad_norm - 1),
+    }
+
+
 def describe(numbers: Numbers, truth: Numbers) -> str:
     """One line for a failing assertion."""
-    error, name = worst_gradient(numbers, truth)
-    facts = {"gradient": error, "at": name, "logprob": worst_logprob(numbers, truth), "loss": numbers.loss - truth.loss}
-    return json.dumps(facts | {"norm": numbers.grad_norm - truth.grad_norm, "rank": dist.is_initialized()})
+    return json.dumps(errors(numbers, truth) | {"at": worst_gradient(numbers, truth)[1]})
+
+
+def assert_same(case: Case, numbers: Numbers, truth: Numbers, tolerance: float) -> None:
+    """Every parameter, each log-prob, the loss and the norm agree to `tolerance`, and none of them is trivial."""
+    assert truth.grad_norm > 0.1 and abs(truth.loss) > 1e-3 and all(g.norm() > 0 for g in truth.gradients.values())
+    worst = errors(numbers, truth)
+    assert max(worst.values()) < tolerance, f"{case}: {describe(numbers, truth)}"
