@@ -45,7 +45,9 @@ def main(arguments: list[str]) -> int:
             print(dry_run(config, world_size=options.world_size))
             return 0
         if options.world_size is not None:
-            raise ValueError(f"--world_size={options.world_size} belongs to --dry_run; the launcher sets the ranks of a run")
+            raise ValueError(
+                f"--world_size={options.world_size} belongs to --dry_run; the launcher sets the ranks of a run"
+            )
         from megatron_branch.engine.checked import check_run
 
         checked, steps = check_run(config, world_size=world_size)
@@ -56,7 +58,9 @@ def main(arguments: list[str]) -> int:
 
 
 def refuse(error: ValueError, rank: int) -> int:
-    """One message from rank 0. Another rank speaks only if rank 0 found nothing wrong and is still there after a while."""
+    """One message from rank 0. Another rank speaks only if rank 0 found nothing wrong and is still there after a
+    while.
+    """
     if rank != 0:
         time.sleep(5.0)
     print(f"train.py: {'' if rank == 0 else f'rank {rank}: '}{error}", file=sys.stderr, flush=True)

@@ -1,9 +1,11 @@
-"""Time one training step dense, exact and detached, side by side in one process, on made-up rollouts and random weights.
+"""Time one training step dense, exact and detached, side by side in one process, on made-up rollouts and random
+weights.
 
 Inputs: sizes of the model and of the rollouts (P prompt tokens, N rollouts of R response tokens).
-Outputs: a table, and with --json FILE an object whose `cases` list has P, N, R, mode, seconds, dense_seconds, ratio, bound,
-share_of_bound, peak_bytes. A ratio is dense time over the mode's time, both the fastest of --repeats interleaved runs; the
-bound is dense FLOPs over executed FLOPs by plan/cost.py. peak_bytes is the peak resident size of the process in that mode.
+Outputs: a table, and with --json FILE an object whose `cases` list has P, N, R, mode, seconds, dense_seconds, ratio,
+bound, share_of_bound, peak_bytes. A ratio is dense time over the mode's time, both the fastest of --repeats
+interleaved runs; the bound is dense FLOPs over executed FLOPs by plan/cost.py. peak_bytes is the peak resident size of
+the process in that mode.
 
 No optimizer step is timed: it is the same for all modes.
 """
@@ -44,7 +46,9 @@ class BenchCase:
 def parse(arguments: Sequence[str]) -> argparse.Namespace:
     """Command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--case", action="append", metavar="P,N,R", help="may be repeated (default 2048,2,128 2048,8,128 2048,16,128)")
+    parser.add_argument(
+        "--case", action="append", metavar="P,N,R", help="may be repeated (default 2048,2,128 2048,8,128 2048,16,128)"
+    )
     parser.add_argument("--modes", default=",".join(MODES), help="comma-separated (default %(default)s)")
     for name, default in {
         "layers": 4, "hidden": 256, "ffn": 768, "heads": 8, "kv_heads": 2, "head_dim": 32, "vocab": 2048,
@@ -52,7 +56,9 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
         parser.add_argument(f"--{name}", type=int, default=default, help="model size (default %(default)s)")
     parser.add_argument("--dtype", choices=["float32", "bfloat16", "float64"], default="float32")
     parser.add_argument("--chunk_tokens", type=int, help="most tokens of a node in one pass (default unlimited)")
-    parser.add_argument("--pack_tokens", type=int, default=256, help="most tokens of packed tails (default %(default)s)")
+    parser.add_argument(
+        "--pack_tokens", type=int, default=256, help="most tokens of packed tails (default %(default)s)"
+    )
     parser.add_argument("--threads", type=int, default=2, help="CPU threads (default %(default)s)")
     parser.add_argument("--repeats", type=int, default=3, help="runs of each mode; the fastest counts (default 3)")
     parser.add_argument("--json", type=Path, help="file to write")
@@ -159,7 +165,9 @@ def _peak_bytes() -> int:
 
 def table(rows: Sequence[BenchCase]) -> str:
     """The rows for a person."""
-    lines = [f"{'P':>7} {'N':>4} {'R':>6} {'mode':<9} {'seconds':>9} {'ratio':>7} {'bound':>7} {'share':>7} {'peak MiB':>9}"]
+    lines = [
+        f"{'P':>7} {'N':>4} {'R':>6} {'mode':<9} {'seconds':>9} {'ratio':>7} {'bound':>7} {'share':>7} {'peak MiB':>9}"
+    ]
     for row in rows:
         lines.append(
             f"{row.P:>7} {row.N:>4} {row.R:>6} {row.mode:<9} {row.seconds:>9.3f} {row.ratio:>6.2f}x {row.bound:>6.2f}x "

@@ -1,12 +1,12 @@
 """One training step without the optimizer: whole gradients, log-probs and token counts, for anybody to check.
 
 Inputs: a Hugging Face folder and a rollouts file, all rows of which are one step.
-Outputs: --out G.safetensors with the unsharded gradients under Hugging Face parameter names, and G.safetensors.json with
-loss, grad_norm, trained_tokens, logprobs (one list per row in file order, trained tokens only), tokens (logical, executed,
-loss), state_bytes by kind (peak, largest rank) and peak_bytes (of the process, largest rank).
+Outputs: --out G.safetensors with the unsharded gradients under Hugging Face parameter names, and G.safetensors.json
+with loss, grad_norm, trained_tokens, logprobs (one list per row in file order, trained tokens only), tokens (logical,
+executed, loss), state_bytes by kind (peak, largest rank) and peak_bytes (of the process, largest rank).
 
-The tool starts tp * cp * pp * dp gloo ranks of its own on this machine. The objective's defaults are GRPO, token-mean over all
-rows, clip 0.2 both ways, no KL, temperature 1; key.sub=value arguments change any configuration key.
+The tool starts tp * cp * pp * dp gloo ranks of its own on this machine. The objective's defaults are GRPO, token-mean
+over all rows, clip 0.2 both ways, no KL, temperature 1; key.sub=value arguments change any configuration key.
 """
 
 from __future__ import annotations
@@ -28,11 +28,15 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument("--out", required=True, help="safetensors file to write")
     for axis in ("tp", "cp", "pp", "dp"):
         parser.add_argument(f"--{axis}", type=int, default=1, help=f"{axis} ranks (default 1)")
-    parser.add_argument("--zero", type=int, choices=range(4), help="through DeepSpeed at this ZeRO stage; implies float32")
+    parser.add_argument(
+        "--zero", type=int, choices=range(4), help="through DeepSpeed at this ZeRO stage; implies float32"
+    )
     parser.add_argument("--cp_mode", default="pass_q", help="context-parallel attention layout (default pass_q)")
     parser.add_argument("--gradient", choices=["exact", "detached", "dense"], default="exact")
     parser.add_argument("--chunk_tokens", type=int, help="most tokens of a node in one pass (default unlimited)")
-    parser.add_argument("--dtype", choices=["float64", "float32", "bfloat16"], help="default float64, float32 with --zero")
+    parser.add_argument(
+        "--dtype", choices=["float64", "float32", "bfloat16"], help="default float64, float32 with --zero"
+    )
     parser.add_argument("overrides", nargs="*", metavar="key.sub=value", help="configuration keys")
     return parser.parse_args(arguments)
 
@@ -40,7 +44,9 @@ def parse(arguments: list[str]) -> argparse.Namespace:
 def configure(options: argparse.Namespace) -> Config:
     """The configuration that the command line stands for."""
     if options.zero is not None and options.dtype not in (None, "float32"):
-        raise ValueError(f"--zero {options.zero} implies float32, but --dtype is {options.dtype}; leave one of them out")
+        raise ValueError(
+            f"--zero {options.zero} implies float32, but --dtype is {options.dtype}; leave one of them out"
+        )
     dtype = options.dtype or ("float64" if options.zero is None else "float32")
     values: dict[str, Any] = {
         "model": {"path": options.model, "dtype": dtype},
@@ -62,7 +68,12 @@ def main(arguments: list[str]) -> int:
         sizes = config.parallel
         world = sizes.tp * sizes.cp * sizes.pp * sizes.data_parallel(sizes.tp * sizes.cp * sizes.pp)
         run_local_ranks(
-            world, "megatron_branch.engine.dump:dump_step", config, options.out, options.zero is not None, timeout_s=config.timeout_s
+            world,
+            "megatron_branch.engine.dump:dump_step",
+            config,
+            options.out,
+            options.zero is not None,
+            timeout_s=config.timeout_s,
         )
     except (ValueError, LocalRanksError, TimeoutError) as error:
         print(f"dump_step: {error}", file=sys.stderr)

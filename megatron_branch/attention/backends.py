@@ -1,8 +1,8 @@
 """Attention kernels behind one interface.
 
-A kernel computes softmax attention of some queries over some keys and its log-sum-exp. Its backward, handed the *global*
-output and log-sum-exp of the queries, gives this part's share of the gradients, because softmax probabilities are
-exp(score - lse) whatever the other keys are.
+A kernel computes softmax attention of some queries over some keys and its log-sum-exp. Its backward, handed the
+*global* output and log-sum-exp of the queries, gives this part's share of the gradients, because softmax probabilities
+are exp(score - lse) whatever the other keys are.
 
 Shapes: T queries, P keys, H query heads, G KV heads (H a multiple of G), D head size; all token-major.
 """
@@ -52,7 +52,8 @@ def _tokens_first(x: Tensor) -> Tensor:
 
 
 class AtenCpu:
-    """`aten::_scaled_dot_product_flash_attention_for_cpu`: float64, float32, bfloat16 and float16, grouped queries natively.
+    """`aten::_scaled_dot_product_flash_attention_for_cpu`: float64, float32, bfloat16 and float16, grouped queries
+    natively.
 
     An empty key tensor ends the process inside the kernel, so callers must not pass one.
     """
@@ -77,7 +78,9 @@ class AtenCpu:
 
 
 class AtenCuda:
-    """`aten::_flash_attention_forward` (FlashAttention-2 inside PyTorch): float16 and bfloat16, grouped queries natively."""
+    """`aten::_flash_attention_forward` (FlashAttention-2 inside PyTorch): float16 and bfloat16, grouped queries
+    natively.
+    """
 
     def forward(
         self, q_THD: Tensor, k_PGD: Tensor, v_PGD: Tensor, *, causal: bool, scale: float, count: int = 1

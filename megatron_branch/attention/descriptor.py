@@ -1,7 +1,7 @@
 """What the layers of one pass must know.
 
-The descriptor is an argument of the model call and is bound to that pass alone: nothing is kept on modules or in globals,
-so passes that are in flight together cannot read each other's.
+The descriptor is an argument of the model call and is bound to that pass alone: nothing is kept on modules or in
+globals, so passes that are in flight together cannot read each other's.
 """
 
 from __future__ import annotations

@@ -11,7 +11,7 @@ from torch import Tensor
 
 
 def merge_into(out_THD: Tensor, lse_TH: Tensor, part_THD: Tensor, part_lse_TH: Tensor) -> None:
-    """Merge a part over other keys into `out_THD`, `lse_TH` in place; every query has seen a key in at least one of them."""
+    """Merge a part over other keys into `out_THD`, `lse_TH` in place; every query saw a key in one of the two."""
     total = torch.logaddexp(lse_TH, part_lse_TH)
     out_THD.mul_(torch.exp(lse_TH - total)[..., None])
     out_THD.addcmul_(part_THD.to(out_THD.dtype), torch.exp(part_lse_TH - total)[..., None])

@@ -1,9 +1,11 @@
-"""Attention over the ancestors' state and a unit's own tokens, with the state sharded over ranks and the queries passed.
+"""Attention over the ancestors' state and a unit's own tokens, with the state sharded over ranks and the queries
+passed.
 
-Forward: gather the pack's queries, attend to the local share of the state and of the own tokens, merge the parts by their
-log-sum-exp, sum over ranks with a reduce-scatter. Traffic is proportional to the unit, not to the prefix. Backward: gather
-output gradients and outputs, run each part's backward with the global log-sum-exp, add the state's share into the pages'
-adjoints in place, reduce-scatter the query gradients. Keys, values and their gradients never move.
+Forward: gather the pack's queries, attend to the local share of the state and of the own tokens, merge the parts by
+their log-sum-exp, sum over ranks with a reduce-scatter. Traffic is proportional to the unit, not to the prefix.
+Backward: gather output gradients and outputs, run each part's backward with the global log-sum-exp, add the state's
+share into the pages' adjoints in place, reduce-scatter the query gradients. Keys, values and their gradients never
+move.
 
 pass-Q is the layout of Yang et al., "Context Parallelism for Scalable Million-Token Inference" (2024).
 
@@ -49,9 +51,7 @@ def _calls(unit: PassDescriptor, layer: int, k_tGD: Tensor, v_tGD: Tensor) -> It
     for work in unit.shard.work:
         start = unit.shard.local_index(work.k_start)
         local = slice(start, start + work.k_end - work.k_start)
-        yield _Call(
-            slice(work.q_start, work.q_end), k_tGD[local], v_tGD[local], work.causal, work.count, None, local
-        )
+        yield _Call(slice(work.q_start, work.q_end), k_tGD[local], v_tGD[local], work.causal, work.count, None, local)
 
 
 def _forward(q_SHD: Tensor, calls: list[_Call], unit: PassDescriptor, scale: float) -> tuple[Tensor, Tensor]:
@@ -134,8 +134,8 @@ class _BranchAttention(torch.autograd.Function):
 
 
 def branch_attention(q_tHD: Tensor, k_tGD: Tensor, v_tGD: Tensor, unit: PassDescriptor, layer: int) -> Tensor:
-    """Attention of a unit's tokens over its context and itself; differentiable, with the context's gradient added to the
-    pages' adjoints as a side effect of the backward.
+    """Attention of a unit's tokens over its context and itself; differentiable, with the context's gradient added to
+    the pages' adjoints as a side effect of the backward.
 
     Args:
         q_tHD: local queries after the rotary embedding.

@@ -1,7 +1,7 @@
 """DeepSpeed's configuration: a user's file passed through, with what belongs to us filled in and conflicts refused.
 
-One place owns each setting: keys that our own configuration or the schedule decides are refused by name when the file says
-something else, because a setting without effect, or with two owners, is an error.
+One place owns each setting: keys that our own configuration or the schedule decides are refused by name when the file
+says something else, because a setting without effect, or with two owners, is an error.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ def with_deepspeed_file(config: Config, path: str | Path | None) -> tuple[Config
     for key, fixed in FIXED.items():
         if content.get(key, "auto") not in ("auto", fixed):
             raise ValueError(
-                f"deepspeed_config {path}: {key} = {content[key]}: a step is one set of trees with any number of passes, "
+                f"deepspeed_config {path}: {key} = {content[key]}: a step is a set of trees with any number of passes, "
                 f'and only data.groups_per_step sets its size; remove the key or write {fixed} or "auto"'
             )
     if "train_batch_size" in content and content["train_batch_size"] != "auto":
@@ -84,8 +84,8 @@ def _take_over(config: Config, content: dict[str, Any], path: str) -> Config:
     if clip != "auto":
         if "clip_grad" in optimizer.model_fields_set and optimizer.clip_grad != clip:
             raise ValueError(
-                f"deepspeed_config {path}: gradient_clipping = {clip}, but optimizer.clip_grad = {optimizer.clip_grad}; "
-                "set one of them, or both alike"
+                f"deepspeed_config {path}: gradient_clipping = {clip}, but optimizer.clip_grad = "
+                f"{optimizer.clip_grad}; set one of them, or both alike"
             )
         optimizer = optimizer.model_copy(update={"clip_grad": float(clip)})
     bf16 = content.get("bf16", {}).get("enabled", "auto")

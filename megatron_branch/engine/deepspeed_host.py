@@ -1,8 +1,8 @@
 """DeepSpeed as the host of a step: partitioned optimizer state, gradients and parameters, one reduction per step.
 
-The schedule calls the inner module with plain autograd. Gradients of all passes accumulate locally; once, after the last
-replay, they are completed over tensor-parallel ranks and tied embeddings and handed to DeepSpeed, which averages them over
-the ranks that hold the same parameters. `loss_scale` undoes that average; it is the only place that does.
+The schedule calls the inner module with plain autograd. Gradients of all passes accumulate locally; once, after the
+last replay, they are completed over tensor-parallel ranks and tied embeddings and handed to DeepSpeed, which averages
+them over the ranks that hold the same parameters. `loss_scale` undoes that average; it is the only place that does.
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 import deepspeed
-import torch
 import torch.distributed as dist
 from deepspeed.utils import safe_get_full_grad
 from torch import Tensor, nn

@@ -55,7 +55,8 @@ class Gradients:
         return self._parameters[name].grad
 
     def finish(self) -> None:
-        """Sum what tensor-parallel ranks and the two copies of a tied embedding hold in parts (collective, once a step).
+        """Sum what tensor-parallel ranks and the two copies of a tied embedding hold in parts (collective, once a
+        step).
 
         A parameter without a gradient counts as zero, so that ranks with different work make the same calls.
         """
@@ -93,8 +94,8 @@ class Gradients:
 def global_norm(model: nn.Module, groups: Groups, gradients: dict[str, Tensor]) -> float:
     """L2 norm over the whole model of gradients that are already summed over data-parallel ranks.
 
-    Every parameter counts once: shards on their own rank, replicated ones on tensor-parallel rank 0, the embedding's copy
-    on the last stage not at all.
+    Every parameter counts once: shards on their own rank, replicated ones on tensor-parallel rank 0, the embedding's
+    copy on the last stage not at all.
     """
     total = torch.zeros((), dtype=torch.float64)
     for name, parameter in model.named_parameters():

@@ -61,8 +61,7 @@ def _axis(group: dist.ProcessGroup) -> Axis:
 
 
 def build_groups(*, dp: int, cp: int, tp: int, pp: int) -> Groups:
-    """Create the groups (collective; torch.distributed must be initialised) and make Megatron's layers use them.
-    """
+    """Create the groups (collective; torch.distributed must be initialised) and make Megatron's layers use them."""
     assert dp * cp * tp * pp == dist.get_world_size(), "see checked.check_world_size"
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=tp,

@@ -1,7 +1,7 @@
 """Megatron-core on a machine without a GPU.
 
-Megatron asks for CUDA devices, streams and random states in hundreds of places. `enter` answers them with the CPU's, once
-per process, and only when no GPU exists. Nothing else in the package replaces anything of another library.
+Megatron asks for CUDA devices, streams and random states in hundreds of places. `enter` answers them with the CPU's,
+once per process, and only when no GPU exists. Nothing else in the package replaces anything of another library.
 """
 
 from __future__ import annotations

@@ -38,8 +38,9 @@ def run_local_ranks(
 ) -> list[Any]:
     """Call `fn(*args)` on `world` fresh processes that share a gloo process group.
 
-    `fn` must be a module-level function, or `module:name` of one that this process need not import; it finds its rank with
-    `torch.distributed.get_rank()`. A world of one rank gets the machine's threads, ranks of a larger one get one thread each.
+    `fn` must be a module-level function, or `module:name` of one that this process need not import; it finds its rank
+    with `torch.distributed.get_rank()`. A world of one rank gets the machine's threads, ranks of a larger one get one
+    thread each.
 
     Args:
         timeout_s: of the whole call.
@@ -50,7 +51,8 @@ def run_local_ranks(
 
     Raises:
         LocalRanksError: a rank raised or died; the others are killed at once.
-        TimeoutError: some rank was not done after `timeout_s`; each rank has then printed its stack, and all are killed.
+        TimeoutError: some rank was not done after `timeout_s`; each rank has then printed its stack, and all are
+            killed.
     """
     context: Any = multiprocessing.get_context(start_method)
     deadline = time.time() + timeout_s
@@ -78,9 +80,7 @@ def run_local_ranks(
                 reader.close()
 
 
-def _collect(
-    readers: list[Connection], processes: list[BaseProcess], deadline: float, timeout_s: float
-) -> list[Any]:
+def _collect(readers: list[Connection], processes: list[BaseProcess], deadline: float, timeout_s: float) -> list[Any]:
     results: dict[int, Any] = {}
     while len(results) < len(readers):
         pending = {id(reader): rank for rank, reader in enumerate(readers) if rank not in results}

@@ -13,8 +13,8 @@ from megatron_branch.engine.architecture import Architecture
 from megatron_branch.engine.groups import Groups
 from megatron_branch.engine.model_config import transformer_config
 from megatron_branch.engine.rope import PositionRope
-from megatron_branch.engine.tensor_layout import model_entries
 from megatron_branch.engine.spec import BranchParams, branch_layer_spec
+from megatron_branch.engine.tensor_layout import model_entries
 from megatron_branch.objective.logprobs import HeadSettings, token_scores
 
 

@@ -30,9 +30,7 @@ def build_optimizer(config: OptimizerConfig, parameters: Iterable[nn.Parameter])
     check_optimizer(config)
     parameters = list(parameters)
     if config.name == "sgd":
-        return torch.optim.SGD(
-            parameters, lr=config.lr, momentum=config.momentum, weight_decay=config.weight_decay
-        )
+        return torch.optim.SGD(parameters, lr=config.lr, momentum=config.momentum, weight_decay=config.weight_decay)
     adam: dict[str, Any] = {
         "lr": config.lr,
         "betas": config.betas,
@@ -63,7 +61,7 @@ def _apex_fused_adam() -> Any:
         if error.name == "apex":
             raise ValueError(f"optimizer.name=apex_fused_adam: NVIDIA apex is not installed; {remedy}") from None
         raise ValueError(
-            "optimizer.name=apex_fused_adam: the installed package `apex` is not NVIDIA's (the one on PyPI is an unrelated "
+            "optimizer.name=apex_fused_adam: the installed package `apex` is not NVIDIA's (the one on PyPI is another "
             f"project); {remedy}"
         ) from None
     except (ImportError, AttributeError) as error:

@@ -56,8 +56,6 @@ def random_source(
     )
     arch = architecture_from_config(config, source="random model")
     shapes = {
-        name: shape
-        for entry in model_entries(arch, 1)
-        for name, shape in zip(entry.names, entry.shapes, strict=True)
+        name: shape for entry in model_entries(arch, 1) for name, shape in zip(entry.names, entry.shapes, strict=True)
     }
     return Source(Path("random"), None, config, _RandomTensors(shapes))

@@ -1,7 +1,7 @@
 """The schedule under Megatron's own contract.
 
-`get_forward_backward_func()` returns a function with the keyword parameters of Megatron's. A batch that shares prefixes (a
-`BranchStep`) is run by the branch schedule; anything else goes to Megatron's own function unchanged.
+`get_forward_backward_func()` returns a function with the keyword parameters of Megatron's. A batch that shares
+prefixes (a `BranchStep`) is run by the branch schedule; anything else goes to Megatron's own function unchanged.
 """
 
 from __future__ import annotations
@@ -41,8 +41,8 @@ def get_forward_backward_func(pp_size: int | None = None, vp_size: int | None = 
         pg_collection: Any = None,
         force_all_reduce: bool | None = False,
     ) -> list[Any]:
-        """Megatron's parameters; for a `BranchStep` the plan knows the passes and their lengths, so the microbatch count,
-        the sequence length and what shapes communication are not read.
+        """Megatron's parameters; for a `BranchStep` the plan knows the passes and their lengths, so the microbatch
+        count, the sequence length and what shapes communication are not read.
 
         Returns:
             For a `BranchStep`, on the last stage, `(unit index, report of the loss function)` per pass with loss.

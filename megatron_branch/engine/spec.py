@@ -1,7 +1,7 @@
 """Branch attention inside Megatron-core's own layers: a core attention, a descriptor, and one early exit.
 
-Injection is by Megatron's extension points: the core attention is a submodule of the layer spec, and the descriptor travels
-as a `PackedSeqParams`, which Megatron hands to every layer and through recomputation.
+Injection is by Megatron's extension points: the core attention is a submodule of the layer spec, and the descriptor
+travels as a `PackedSeqParams`, which Megatron hands to every layer and through recomputation.
 """
 
 from __future__ import annotations
@@ -44,7 +44,9 @@ class BranchParams(PackedSeqParams):
 
 
 class BranchAttention(MegatronModule):
-    """Core attention over the ancestors' state and the own tokens. Takes and returns Megatron's `[s, b = 1, h]` layout."""
+    """Core attention over the ancestors' state and the own tokens. Takes and returns Megatron's `[s, b = 1, h]`
+    layout.
+    """
 
     def __init__(
         self,

@@ -41,7 +41,8 @@ class StepBatch:
         device: where the tensors are made.
         old_logprobs: `file`: the rows' own values, the current log-prob where a row has none; `current`: always the
             current one.
-        head_always: units without loss have a head without rows, so that every backward pass makes the same collectives.
+        head_always: units without loss have a head without rows, so that every backward pass makes the same
+            collectives.
         scored: per unit, old log-probs `[E]` from a scoring pass; they take precedence.
     """
 
@@ -139,7 +140,9 @@ def _pick(source: Sequence[Reals | None], entries: Entries) -> Reals:
     picked = np.full(entries.rollout.shape[0], np.nan)
     order = np.argsort(entries.rollout, kind="stable")
     rollouts, starts = np.unique(entries.rollout[order], return_index=True)
-    for index, mine in zip(rollouts.tolist(), np.split(order, starts[1:]), strict=False):  # one empty part without entries
+    for index, mine in zip(
+        rollouts.tolist(), np.split(order, starts[1:]), strict=False
+    ):  # one empty part without entries
         values = source[index]
         if values is not None:
             picked[mine] = values[entries.token[mine]]

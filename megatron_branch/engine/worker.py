@@ -177,7 +177,9 @@ class Worker:
         return pipeline_orders(units, stages)[stage], scoring_orders(units, stages)[stage]
 
     def logprobs(self, step: PlannedStep, reports: Reports) -> list[list[float]] | None:
-        """Log-prob of every trained token per rollout, in token order, on global rank 0 (collective); None elsewhere."""
+        """Log-prob of every trained token per rollout, in token order, on global rank 0 (collective); None
+        elsewhere.
+        """
         parts: list[tuple[np.ndarray, np.ndarray, np.ndarray]] = []
         for unit, report in reports if self.groups.tp.rank == 0 else ():
             entries = step.batch.entries(unit)

@@ -1,13 +1,14 @@
 """How one unit is split over the ranks of context parallelism, and who attends to what inside it.
 
-Coordinates: a unit's segments laid end to end are its *pack*, positions 0 .. tokens. With cp > 1 the pack is padded at its
-end to `2 * cp` equal blocks; rank r holds block r and its mirror image 2 * cp - 1 - r, so that the causal diagonal costs
-every rank the same. With cp = 1 there is one run and no padding.
+Coordinates: a unit's segments laid end to end are its *pack*, positions 0 .. tokens. With cp > 1 the pack is padded at
+its end to `2 * cp` equal blocks; rank r holds block r and its mirror image 2 * cp - 1 - r, so that the causal diagonal
+costs every rank the same. With cp = 1 there is one run and no padding.
 
 Always true:
 - the runs of all ranks partition 0 .. padded;
 - padding is at the end of the pack: no token of the unit ever sees it;
-- over all ranks, each (query, key) pair of one segment with key <= query lies in exactly one block of work, no other pair in any.
+- over all ranks, each (query, key) pair of one segment with key <= query lies in exactly one block of work, no other
+  pair in any.
 """
 
 from __future__ import annotations
@@ -23,8 +24,8 @@ import numpy.typing as npt
 class Work:
     """One attention call over a unit's own tokens: queries `[q_start, q_end)` of the pack see keys `[k_start, k_end)`.
 
-    `count` equal pieces laid end to end are independent of each other (a batch); `causal` pieces have as many queries as
-    keys.
+    `count` equal pieces laid end to end are independent of each other (a batch); `causal` pieces have as many queries
+    as keys.
     """
 
     q_start: int
@@ -118,7 +119,11 @@ def _work(segments: tuple[int, ...], owned: list[tuple[int, int]]) -> tuple[Work
             if k_start >= k_end:
                 continue
             last = diagonal[-1] if diagonal else None
-            if last is not None and last.q_end == k_start and (last.q_end - last.q_start) == (k_end - k_start) * last.count:
+            if (
+                last is not None
+                and last.q_end == k_start
+                and (last.q_end - last.q_start) == (k_end - k_start) * last.count
+            ):
                 diagonal[-1] = Work(last.q_start, k_end, last.k_start, k_end, True, last.count + 1)
             else:
                 diagonal.append(Work(k_start, k_end, k_start, k_end, True))

@@ -1,6 +1,7 @@
 """Messages between neighbouring pipeline stages.
 
-Both ends know every shape and every order from the plan, so nothing but the tensors travels. Forward and backward messages
+Both ends know every shape and every order from the plan, so nothing but the tensors travels. Forward and backward
+messages
 use a communicator each: they then cannot block one another, whatever the order in which the two ends reach them.
 
 Always true:

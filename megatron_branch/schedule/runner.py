@@ -8,8 +8,8 @@ Three actions (design: a node owns its targets, so no pass reads another's outpu
   by the loss on the unit's own targets, and by the hidden gradient of the next stage.
 
 Always true:
-- all ranks of a unit (cp, tp) run the same collectives: every layer is seeded on every rank, with zeros where a rank owns
-  nothing;
+- all ranks of a unit (cp, tp) run the same collectives: every layer is seeded on every rank, with zeros where a rank
+  owns nothing;
 - weights are not changed between the capture and the replay of a unit.
 """
 

@@ -33,8 +33,8 @@ class Page:
         differentiable: a gradient flows into it; a page of a constant unit has no adjoint.
         keys, values: layer number to `[P, G, D]`.
         key_adjoints, value_adjoints: likewise, in `adjoint_dtype`.
-        stage_input: hidden states that entered this pipeline stage, `[t, 1, hidden]` (t with padding); None on the first
-            stage, which embeds the token ids again.
+        stage_input: hidden states that entered this pipeline stage, `[t, 1, hidden]` (t with padding); None on the
+            first stage, which embeds the token ids again.
     """
 
     unit: int
