@@ -81,9 +81,8 @@ def _merge_ranks(out_SHD: Tensor, lse_SH: Tensor, group: dist.ProcessGroup) -> t
     """Local output `[t, H, D]` over all ranks' keys, and the global log-sum-exp `[S, H]`."""
     every = lse_SH.new_empty((dist.get_world_size(group), *lse_SH.shape))
     all_gather_single(every.view(-1, lse_SH.shape[1]), lse_SH.contiguous(), group=group)
-    total = torch.logsumexp(every, 0)
-    rescale_(out_SHD, lse_SH, total)
-    return scatter_pack(out_SHD, group), total
+    rescale_(out_SHD, every, dist.get_rank(group))
+    return scatter_pack(out_SHD, group), torch.logsumexp(every, 0)
 
 
 class _BranchAttention(torch.autograd.Function):

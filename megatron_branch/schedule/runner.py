@@ -147,7 +147,7 @@ class Runner:
             return
         unit = source.units[action.unit]
         if action.phase == "backward":
-            self._tail_backward(unit, source.tensors(unit.index))
+            self._tail_backward(unit)
         elif action.kind == "capture":
             self._capture(unit, source.tensors(unit.index), forward_only, reports)
         elif action.kind == "tail":
@@ -197,9 +197,9 @@ class Runner:
             (loss * self.loss_scale).backward()
             self._send_gradient(stage_input)
 
-    def _tail_backward(self, unit: Unit, tensors: UnitTensors) -> None:
+    def _tail_backward(self, unit: Unit) -> None:
         flight = self._in_flight.pop(unit.index)
-        torch.autograd.backward(flight.output, self.link.receive_backward(tensors.shard.local))
+        torch.autograd.backward(flight.output, self.link.receive_backward(flight.output.shape[0]))
         self._send_gradient(flight.stage_input)
 
     def _replay(self, unit: Unit, tensors: UnitTensors, reports: list[Any]) -> None:

@@ -1,4 +1,6 @@
-"""pass-Q equals one softmax with an explicit mask, forward and every gradient, in float64, whatever the number of ranks."""
+"""pass-Q equals one softmax with an explicit mask, forward and every gradient, in float64, whatever the number of
+ranks.
+"""
 
 import pytest
 import torch

@@ -1,11 +1,11 @@
 """`exact` and `dense` give the numbers of dense training on one rank, whatever the layout, the chunks and the packs.
 
 Compared: the gradient of every parameter (relative L2), each log-prob, the loss, the gradient norm; on the odd rollouts
-(nested trees, unequal tails, duplicates that differ in all but their ids, strict prefixes, empty responses, holes in masks,
-forks inside the prompt, interleaved groups, no sharing).
+(nested trees, unequal tails, duplicates that differ in all but their ids, strict prefixes, empty responses, holes in
+masks, forks inside the prompt, interleaved groups, no sharing).
 
-The default is a covering design: every (layout, chunk size) occurs, every (layout, family) occurs, and every pack size with
-every chunk size. The full product is behind the marker `slow`.
+The default is a covering design: every (layout, chunk size) occurs, every (layout, family) occurs, and every pack size
+with every chunk size. The full product is behind the marker `slow`.
 """
 
 from __future__ import annotations

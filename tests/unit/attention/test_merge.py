@@ -33,10 +33,22 @@ def test_nothing_merged_with_a_part_is_the_part() -> None:
 def test_rescaled_parts_sum_to_the_whole() -> None:
     q, k, v = parts()
     kernel = AtenCpu()
-    whole, total = kernel.forward(q, k, v, causal=False, scale=1.0)
-    summed = torch.zeros_like(whole)
-    for part in (slice(0, 4), slice(4, 9)):
-        out, lse = kernel.forward(q, k[part], v[part], causal=False, scale=1.0)
-        rescale_(out, lse, total)
-        summed += out
-    torch.testing.assert_close(summed, whole, rtol=0, atol=1e-14)
+    whole, _ = kernel.forward(q, k, v, causal=False, scale=1.0)
+    outs, lses = zip(
+        *(kernel.forward(q, k[p], v[p], causal=False, scale=1.0) for p in (slice(4), slice(4, 9))), strict=True
+    )
+    for rank, out in enumerate(outs):
+        rescale_(out, torch.stack(lses), rank)
+    torch.testing.assert_close(outs[0] + outs[1], whole, rtol=0, atol=1e-14)
+
+
+def test_weights_add_up_to_one_whatever_the_scores() -> None:
+    """Values of 1 stay 1 within a rounding though the log-sum-exps are large, where float32 resolves them to 1e-5."""
+    lse = torch.linspace(100.0, 101.0, 303).view(3, 1, 101).permute(0, 2, 1)
+    out, merged = torch.ones(101, 1, 4), lse[0].clone()
+    merge_into(out, merged, torch.ones(101, 1, 4), lse[1])
+    parts = [torch.ones(101, 1, 4) for _ in range(3)]
+    for rank, part in enumerate(parts):
+        rescale_(part, lse, rank)
+    for result in (out, sum(parts)):
+        torch.testing.assert_close(result, torch.ones(101, 1, 4), rtol=0, atol=4 * torch.finfo(torch.float32).eps)
