@@ -91,7 +91,7 @@ def _collect(readers: list[Connection], processes: list[BaseProcess], deadline: 
         for connection in ready:
             rank = pending[id(connection)]
             try:
-                succeeded, value = connection.recv()  # type: ignore[union-attr]
+                succeeded, value = pickle.loads(connection.recv_bytes())  # type: ignore[union-attr]
             except EOFError:
                 processes[rank].join()
                 report = f"died with exit code {processes[rank].exitcode} and no traceback"
@@ -129,7 +129,8 @@ def _rank_main(rank: int, world: int, meeting: str, payload: bytes, writer: Conn
         value = fn(*args)
         dist.barrier()  # nobody leaves while another still talks to it
     except BaseException:
-        writer.send((False, traceback.format_exc()))
+        writer.send_bytes(pickle.dumps((False, traceback.format_exc())))
         return
-    writer.send((True, value))
+    # Plain pickle: torch would pass tensors as descriptors that a rank which ends takes with it.
+    writer.send_bytes(pickle.dumps((True, value)))
     dist.destroy_process_group()
