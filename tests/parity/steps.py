@@ -68,7 +68,9 @@ class Case:
 
     def __str__(self) -> str:
         settings = [self.model.name, "tp{} cp{} pp{} dp{}".format(*self.layout), self.gradient, self.dtype]
-        return " ".join([*settings, f"chunk {self.chunk_tokens}", f"pack {self.pack_tokens}", str(dict(self.objective))])
+        return " ".join(
+            [*settings, f"chunk {self.chunk_tokens}", f"pack {self.pack_tokens}", str(dict(self.objective))]
+        )
 
 
 @dataclass
