@@ -1,7 +1,7 @@
 """The step as plain Hugging Face autograd computes it: every rollout alone, objective and detached mode written again.
 
-Nothing of the package is used but the rollout record, so an error there cannot hide here. Everything in float64, but that
-Hugging Face casts the input of its norms to float32.
+Nothing of the package is used but the rollout record, so an error there cannot hide here. Everything in float64, but
+that Hugging Face casts the input of its norms to float32.
 """
 
 from __future__ import annotations

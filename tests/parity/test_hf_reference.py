@@ -1,4 +1,4 @@
-"""Against plain Hugging Face autograd: `dense` and `exact` give its numbers, `detached` those with the prefix state cut."""
+"""Against plain Hugging Face autograd: `dense` and `exact` give its numbers, `detached` those of a cut prefix state."""
 
 from __future__ import annotations
 
