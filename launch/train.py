@@ -12,17 +12,29 @@ import argparse
 import os
 import sys
 import time
+import traceback
 from datetime import timedelta
-from typing import Any
+from typing import Any, NoReturn
 
 from megatron_branch.config import Config, load_config
 from megatron_branch.engine.deepspeed_config import with_deepspeed_file
 from megatron_branch.engine.quiet import silence_missing_accelerators
 
+# What a rank says that only lost another one: NCCL's and gloo's words.
+LOST_PEER = ("Connection closed by peer", "Connection reset by peer", "remote process exited")
+
+
+class Parser(argparse.ArgumentParser):
+    """Reports like any other fault: once, not once per rank."""
+
+    def error(self, message: str) -> NoReturn:
+        """Raise ValueError."""
+        raise ValueError(f"{message}; see --help")
+
 
 def parse(arguments: list[str]) -> argparse.Namespace:
     """Command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--config", required=True, help="YAML configuration")
     parser.add_argument("--deepspeed_config", help="DeepSpeed JSON, passed through; keys that cannot hold are refused")
     parser.add_argument("--local_rank", type=int, default=None, help="given by launchers; the environment decides")
@@ -33,11 +45,11 @@ def parse(arguments: list[str]) -> argparse.Namespace:
 
 
 def main(arguments: list[str]) -> int:
-    """Run; 0 on success, 1 after one clear message where the user can put it right."""
-    options = parse(arguments)
+    """Run; 0 on success, 1 after one clear message where the user can put it right, or after saying where it failed."""
     rank, world_size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
     silence_missing_accelerators()
     try:
+        options = parse(arguments)
         config, content = with_deepspeed_file(load_config(options.config, options.overrides), options.deepspeed_config)
         if options.dry_run:
             from megatron_branch.engine.dry_run import dry_run
@@ -45,29 +57,37 @@ def main(arguments: list[str]) -> int:
             print(dry_run(config, world_size=options.world_size))
             return 0
         if options.world_size is not None:
-            raise ValueError(
-                f"--world_size={options.world_size} belongs to --dry_run; the launcher sets the ranks of a run"
-            )
+            raise ValueError(f"--world_size={options.world_size} belongs to --dry_run; the launcher sets a run's ranks")
         from megatron_branch.engine.checked import check_run
 
-        checked, steps = check_run(config, world_size=world_size)
+        checked, data = check_run(config, world_size=world_size)
+        train(config, content, checked, data)
     except ValueError as error:
         return refuse(error, rank)
-    train(config, content, checked, steps)
+    except Exception as error:
+        return fail(error, rank)
     return 0
 
 
 def refuse(error: ValueError, rank: int) -> int:
-    """One message from rank 0. Another rank speaks only if rank 0 found nothing wrong and is still there after a
-    while.
-    """
+    """One message from rank 0. Another rank speaks only if rank 0 found nothing wrong and is still there after a while."""
     if rank != 0:
-        time.sleep(5.0)
+        time.sleep(15.0)
     print(f"train.py: {'' if rank == 0 else f'rank {rank}: '}{error}", file=sys.stderr, flush=True)
     return 1
 
 
-def train(config: Config, content: dict[str, Any], checked: Any, steps: Any) -> None:
+def fail(error: Exception, rank: int) -> int:
+    """The traceback, then one line with the rank; only that line from a rank that merely lost another one."""
+    lost = any(words in str(error) for words in LOST_PEER)
+    if not lost:
+        traceback.print_exception(error)
+    hint = " (another rank ended first; the cause is what that one says, or how it was stopped)" if lost else ""
+    print(f"train.py: rank {rank}: {error}{hint}", file=sys.stderr, flush=True)
+    return 1
+
+
+def train(config: Config, content: dict[str, Any], checked: Any, data: Any) -> None:
     """Everything that needs torch.distributed."""
     import torch
     import torch.distributed as dist
@@ -83,14 +103,11 @@ def train(config: Config, content: dict[str, Any], checked: Any, steps: Any) -> 
         os.environ.setdefault(name, value)
     backend = "nccl" if device.type == "cuda" else "gloo"
     dist.init_process_group(backend, timeout=timedelta(seconds=config.timeout_s))
-    try:
-        sizes = config.parallel
-        dp = sizes.data_parallel(dist.get_world_size())
-        groups = build_groups(dp=dp, cp=sizes.cp, tp=sizes.tp, pp=sizes.pp)
-        trainer = Trainer(config, checked, groups=groups, device=device, deepspeed_content=content)
-        trainer.train(steps)
-    finally:
-        dist.destroy_process_group()
+    sizes = config.parallel
+    groups = build_groups(dp=sizes.data_parallel(dist.get_world_size()), cp=sizes.cp, tp=sizes.tp, pp=sizes.pp)
+    trainer = Trainer(config, checked, groups=groups, device=device, deepspeed_content=content)
+    trainer.train(data.steps, read_s=data.read_s, left_out=data.left_out)
+    dist.destroy_process_group()  # not after an error: that would wait for ranks that are gone, and before it is said
 
 
 if __name__ == "__main__":

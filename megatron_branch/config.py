@@ -85,8 +85,10 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
     """
     try:
         text = Path(path).read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise ValueError(f"config {path}: cannot be read: {error}") from None
+    except OSError as error:
+        raise ValueError(f"config {path}: cannot be read ({error.strerror}); name a YAML file") from None
+    except UnicodeDecodeError as error:
+        raise ValueError(f"config {path}: is not UTF-8 text: {error}; save it as UTF-8") from None
     values = _parse_yaml(text, f"config {path}")
     if values is None:
         values = {}
@@ -110,7 +112,9 @@ def make_config(values: Mapping[str, Any], overrides: Sequence[str] = (), *, sou
         return Config.model_validate_json(json.dumps(merged, default=str), strict=True)
     except ValidationError as error:
         faults = [_describe(fault) for fault in error.errors()]
-    raise ValueError("\n  ".join([f"{source}: {_count(len(faults), 'error')}", *faults]))
+    if len(faults) == 1:
+        raise ValueError(f"{source}: {faults[0]}")
+    raise ValueError("\n  ".join([f"{source}: {len(faults)} errors", *faults]))
 
 
 def config_keys() -> list[str]:
@@ -130,6 +134,10 @@ def config_table() -> str:
 def _parse_yaml(text: str, source: str) -> Any:
     try:
         return yaml.load(text, Loader=_Loader)
+    except yaml.MarkedYAMLError as error:
+        mark = error.problem_mark
+        place = "" if mark is None else f" at line {mark.line + 1}, column {mark.column + 1}"
+        raise ValueError(f"{source}: not valid YAML: {error.problem}{place}; correct it") from None
     except yaml.YAMLError as error:
         raise ValueError(f"{source}: not valid YAML: {error}") from None
 
@@ -161,7 +169,7 @@ def _describe(fault: ErrorDetails) -> str:
     key = ".".join(str(part) for part in fault["loc"])
     if fault["type"] == "extra_forbidden":
         close = _close_keys(key)
-        return f"{key}: unknown key" + (f"; did you mean {' or '.join(close)}?" if close else "")
+        return f"{key}: unknown key; " + (f"did you mean {' or '.join(close)}?" if close else "remove it")
     if fault["type"] == "missing":
         keys = [
             full for full, field in _fields() if field.is_required() and (full == key or full.startswith(f"{key}."))
@@ -181,10 +189,6 @@ def _close_keys(key: str) -> list[str]:
     by_last = {full.rpartition(".")[2]: full for full in known}
     last_alike = [by_last[name] for name in difflib.get_close_matches(last, by_last, n=2, cutoff=0.75)]
     return list(dict.fromkeys(same_name + spelled_alike + last_alike))[:3]
-
-
-def _count(number: int, noun: str) -> str:
-    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
 
 
 def _yaml_text(value: Any) -> str:

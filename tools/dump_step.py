@@ -12,7 +12,9 @@ over all rows, clip 0.2 both ways, no KL, temperature 1; key.sub=value arguments
 from __future__ import annotations
 
 import argparse
+import os
 import sys
+from pathlib import Path
 from typing import Any
 
 from megatron_branch.config import Config, make_config
@@ -56,7 +58,15 @@ def configure(options: argparse.Namespace) -> Config:
         "optimizer": {"name": "sgd", "lr": 0.0, "clip_grad": 0.0},
         "zero": {"stage": options.zero or 0},
     }
-    return make_config(values, options.overrides, source="dump_step")
+    return make_config(values, options.overrides, source="command line")
+
+
+def check_out(out: Path) -> None:
+    """Raise ValueError unless a file can stand there."""
+    existing = next(folder for folder in out.absolute().parents if folder.exists())
+    if out.is_dir() or not existing.is_dir() or not os.access(existing, os.W_OK | os.X_OK):
+        reason = "is a folder" if out.is_dir() else f"{existing} is no folder that can be written"
+        raise ValueError(f"--out {out}: {reason}; name a file")
 
 
 def main(arguments: list[str]) -> int:
@@ -64,6 +74,7 @@ def main(arguments: list[str]) -> int:
     options = parse(arguments)
     try:
         config = configure(options)
+        check_out(Path(options.out))
         check_rows(config, check_model(config).arch)
         sizes = config.parallel
         world = sizes.tp * sizes.cp * sizes.pp * sizes.data_parallel(sizes.tp * sizes.cp * sizes.pp)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import importlib.util
+import os
+import time
 from dataclasses import dataclass
 
 from megatron_branch.config import Config
@@ -22,6 +25,21 @@ class Checked:
 
     source: Source
     arch: Architecture
+
+
+@dataclass(frozen=True)
+class RunData:
+    """What a run trains on.
+
+    Attributes:
+        steps: the rollouts of every optimizer step.
+        read_s: seconds that reading them took.
+        left_out: what the file holds beside them, as text; empty if nothing.
+    """
+
+    steps: Steps
+    read_s: float = 0.0
+    left_out: str = ""
 
 
 def check_model(config: Config) -> Checked:
@@ -54,25 +72,62 @@ def check_world_size(config: Config, world_size: int) -> None:
 
 
 def check_rows(config: Config, arch: Architecture) -> None:
-    """Read every row of the rollouts file once.
+    """Read every row of the rollouts file once, as one step.
 
     Raises:
-        ValueError: see `read_rollouts`.
+        ValueError: see `read_rollouts`; or no token is trained, or reference log-probs are missing.
     """
-    for _ in read_rollouts(config.data.rollouts, vocab_size=arch.vocab):
-        pass
+    trained = 0
+    for rollout in read_rollouts(config.data.rollouts, vocab_size=arch.vocab):
+        check_reference([rollout], config)
+        trained += rollout.trained_tokens
+    if not trained:
+        raise ValueError(
+            f"{config.data.rollouts}: no row trains a token, every loss mask is 0; give the rows a loss mask"
+        )
 
 
-def check_run(config: Config, *, world_size: int) -> tuple[Checked, Steps]:
+def check_run_dir(config: Config) -> None:
+    """Raise ValueError unless the run's folder can be written, as far as that shows without writing."""
+    run_dir = config.tracking.run_dir.absolute()
+    existing = next(folder for folder in (run_dir, *run_dir.parents) if folder.exists())
+    if not existing.is_dir() or not os.access(existing, os.W_OK | os.X_OK):
+        reason = "cannot be written" if existing.is_dir() else "is not a folder"
+        raise ValueError(f"tracking.run_dir = {config.tracking.run_dir}: {existing} {reason}; choose another folder")
+    if config.tracking.plot_schedule and importlib.util.find_spec("matplotlib") is None:
+        raise ValueError(
+            "tracking.plot_schedule = true: matplotlib is not installed; "
+            "install the extra `plot`, or set tracking.plot_schedule=false"
+        )
+
+
+def check_run(config: Config, *, world_size: int) -> tuple[Checked, RunData]:
     """Everything that can be refused before ranks meet; the rollouts of every optimizer step.
 
     Raises:
-        ValueError: layout, optimizer, model folder, a row, or the number of steps; the message says what to change.
+        ValueError: layout, optimizer, run folder, model folder, a row, or the number of steps; the message says what
+            to change.
     """
     check_world_size(config, world_size)
     check_optimizer(config.optimizer)
+    check_run_dir(config)
     checked = check_model(config)
-    return checked, all_steps(read_groups(config.data, vocab_size=checked.arch.vocab), config)
+    start = time.monotonic()
+    groups = read_groups(config.data, vocab_size=checked.arch.vocab)
+    steps = all_steps(groups, config)
+    return checked, RunData(steps, time.monotonic() - start, _left_out(groups, config))
+
+
+def _left_out(groups: RolloutGroups, config: Config) -> str:
+    """What the file holds and no step trains; empty if nothing."""
+    parts = []
+    if groups.skipped_rows:
+        rejected = f"{config.data.rollouts}.rejected.jsonl"
+        parts.append(f"{_count(groups.skipped_rows, 'bad row')} left out, see {rejected}")
+    if groups.dropped_groups:
+        whole = f"{_count(groups.dropped_groups, 'group')} ({_count(groups.dropped_rows, 'row')})"
+        parts.append(f"{whole} left out for a rollout longer than data.max_tokens={config.data.max_tokens}")
+    return "; ".join(parts)
 
 
 def all_steps(groups: RolloutGroups, config: Config) -> Steps:
@@ -86,20 +141,24 @@ def all_steps(groups: RolloutGroups, config: Config) -> Steps:
         steps += plan_steps(groups.groups, config.data, epoch)
     if config.steps is not None and config.steps > len(steps):
         raise ValueError(
-            f"steps={config.steps}, but {config.data.rollouts} gives {len(steps)} steps: {len(groups.groups)} groups, "
-            f"data.groups_per_step={config.data.groups_per_step}, data.epochs={config.data.epochs}; "
-            "lower steps or groups_per_step, or raise epochs"
+            f"steps={config.steps}, but {config.data.rollouts} gives {_count(len(steps), 'step')}: "
+            f"{_count(len(groups.groups), 'group')}, data.groups_per_step={config.data.groups_per_step}, "
+            f"data.epochs={config.data.epochs}; lower steps or groups_per_step, or raise epochs"
         )
     steps = steps[: config.steps]
     for number, rollouts in enumerate(steps, 1):
         if not any(rollout.trained_tokens for rollout in rollouts):
             names = ", ".join(sorted({rollout.group_id for rollout in rollouts})[:4])
             raise ValueError(
-                f"step {number} (groups {names}) trains no token: every loss mask is 0; "
+                f"{config.data.rollouts}: step {number} (groups {names}) trains no token, every loss mask is 0; "
                 "give the rows a loss mask, remove the groups, or raise data.groups_per_step"
             )
         check_reference(rollouts, config)
     return steps
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
 
 
 def check_reference(rollouts: list[Rollout], config: Config) -> None:

@@ -6,11 +6,12 @@ says something else, because a setting without effect, or with two owners, is an
 
 from __future__ import annotations
 
+import difflib
 import json
 from pathlib import Path
 from typing import Any
 
-from megatron_branch.config import Config
+from megatron_branch.config import Config, make_config
 
 # Keys of a DeepSpeed file that cannot hold here, and why.
 REFUSED: dict[str, str] = {
@@ -20,6 +21,9 @@ REFUSED: dict[str, str] = {
     "wandb": "Weights & Biases is set by tracking.wandb; two writers would make two runs",
     "tensorboard": "metrics are written by tracking",
     "csv_monitor": "metrics are written by tracking",
+    "comet": "metrics are written by tracking",
+    "wall_clock_breakdown": "the metrics timing_s say where the time of a step goes",
+    "flops_profiler": "the metrics perf/mfu/actor and perf/hfu/actor count the FLOPs",
     "fp16": "model.dtype is float32 or bfloat16",
     "amp": "model.dtype sets the precision",
     "torch_autocast": "model.dtype sets the precision",
@@ -30,6 +34,24 @@ REFUSED: dict[str, str] = {
     "gradient_predivide_factor": "every denominator is computed once in the plan",
     "managed_gradient_accumulation": "a tree of any number of passes is one optimizer step",
 }
+
+# Keys that mean something to DeepSpeed here; any other would be without effect, and DeepSpeed itself ignores misspelt ones.
+PASSED = (
+    "zero_optimization",
+    "gradient_clipping",
+    "bf16",
+    "communication_data_type",
+    "data_types",
+    "zero_allow_untested_optimizer",
+    "zero_force_ds_cpu_optimizer",
+    "aio",
+    "checkpoint",
+    "comms_logger",
+    "steps_per_print",
+    "memory_breakdown",
+    "dump_state",
+    "disable_python_gc",
+)
 
 # One optimizer step is one tree pass set: DeepSpeed's own accumulation must not count or divide.
 FIXED: dict[str, int] = {"train_micro_batch_size_per_gpu": 1, "gradient_accumulation_steps": 1}
@@ -48,56 +70,68 @@ def with_deepspeed_file(config: Config, path: str | Path | None) -> tuple[Config
     """
     if path is None:
         return config, {}
-    try:
-        content = json.loads(Path(path).read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
-        raise ValueError(f"deepspeed_config {path}: cannot be read: {error}") from None
-    if not isinstance(content, dict):
-        raise ValueError(f"deepspeed_config {path}: must be a JSON object, not {type(content).__name__}")
+    where = f"deepspeed_config {path}"
+    content = _read(path, where)
     for key, reason in REFUSED.items():
         value = content.get(key)
         if key in content and value is not False and not (isinstance(value, dict) and value.get("enabled") is False):
-            raise ValueError(f"deepspeed_config {path}: {key} = {json.dumps(value)[:80]}: {reason}; remove the key")
+            raise ValueError(f"{where}: {key} = {json.dumps(value)[:80]}: {reason}; remove the key")
     for key, fixed in FIXED.items():
         if content.get(key, "auto") not in ("auto", fixed):
             raise ValueError(
-                f"deepspeed_config {path}: {key} = {content[key]}: a step is a set of trees with any number of passes, "
+                f"{where}: {key} = {content[key]}: a step is a set of trees with any number of passes, "
                 f'and only data.groups_per_step sets its size; remove the key or write {fixed} or "auto"'
             )
-    if "train_batch_size" in content and content["train_batch_size"] != "auto":
+    if content.get("train_batch_size", "auto") != "auto":
         raise ValueError(
-            f"deepspeed_config {path}: train_batch_size = {content['train_batch_size']}: the number of rollouts of a "
+            f"{where}: train_batch_size = {content['train_batch_size']}: the number of rollouts of a "
             'step is set by data.groups_per_step; remove the key or write "auto"'
         )
-    return _take_over(config, content, str(path)), content
+    known = [*PASSED, *REFUSED, *FIXED, "train_batch_size"]
+    for key in content:
+        if key not in known:
+            close = difflib.get_close_matches(key, known, n=1)
+            remedy = f"did you mean {close[0]}?" if close else "remove it"
+            raise ValueError(f"{where}: {key}: has no effect here or is unknown to DeepSpeed; {remedy}")
+    return _take_over(config, content, where), content
 
 
-def _take_over(config: Config, content: dict[str, Any], path: str) -> Config:
-    stage = content.get("zero_optimization", {}).get("stage", 0)
-    if "stage" in config.zero.model_fields_set and config.zero.stage != stage:
-        raise ValueError(
-            f"deepspeed_config {path}: zero_optimization.stage = {stage}, but zero.stage = {config.zero.stage}; "
-            "set one of them, or both alike"
-        )
-    clip = content.get("gradient_clipping", "auto")
-    optimizer = config.optimizer
-    if clip != "auto":
-        if "clip_grad" in optimizer.model_fields_set and optimizer.clip_grad != clip:
+def _read(path: str | Path, where: str) -> dict[str, Any]:
+    try:
+        content = json.loads(Path(path).read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ValueError(f"{where}: cannot be read ({error.strerror}); name a JSON file") from None
+    except (UnicodeDecodeError, json.JSONDecodeError) as error:
+        raise ValueError(f"{where}: is not JSON: {error}; correct it") from None
+    if not isinstance(content, dict):
+        raise ValueError(f"{where}: must be a JSON object, not {type(content).__name__}; write {{...}}")
+    for key in ("zero_optimization", "bf16"):
+        if not isinstance(content.get(key, {}), dict):
+            raise ValueError(f"{where}: {key} = {json.dumps(content[key])}: must be an object; write {{...}}")
+    return content
+
+
+def _take_over(config: Config, content: dict[str, Any], where: str) -> Config:
+    """The configuration with the values that the file gives, under the same rules as any other value."""
+    values = config.model_dump(mode="json", exclude_unset=True)
+    for theirs, given, section, ours in (
+        ("zero_optimization.stage", content.get("zero_optimization", {}).get("stage"), "zero", "stage"),
+        ("gradient_clipping", content.get("gradient_clipping"), "optimizer", "clip_grad"),
+    ):
+        if given is None or given == "auto":
+            continue
+        own = values.setdefault(section, {}).setdefault(ours, given)
+        if own != given:
             raise ValueError(
-                f"deepspeed_config {path}: gradient_clipping = {clip}, but optimizer.clip_grad = "
-                f"{optimizer.clip_grad}; set one of them, or both alike"
+                f"{where}: {theirs} = {json.dumps(given)}, but {section}.{ours} = {own}; set one of them, or both alike"
             )
-        optimizer = optimizer.model_copy(update={"clip_grad": float(clip)})
     bf16 = content.get("bf16", {}).get("enabled", "auto")
     if bf16 != "auto" and bf16 != (config.model.dtype == "bfloat16"):
         raise ValueError(
-            f"deepspeed_config {path}: bf16.enabled = {json.dumps(bf16)}, but model.dtype = {config.model.dtype}; "
+            f"{where}: bf16.enabled = {json.dumps(bf16)}, but model.dtype = {config.model.dtype}; "
             "set model.dtype=bfloat16 with bf16, float32 without"
         )
-    values = config.model_dump(mode="json", exclude_unset=True)
-    values["zero"] = {"stage": stage}
-    values["optimizer"] = optimizer.model_dump(mode="json", exclude_unset=True) | {"clip_grad": optimizer.clip_grad}
-    return Config.model_validate_json(json.dumps(values))
+    return make_config(values, source=where)
 
 
 def engine_settings(config: Config, content: dict[str, Any]) -> dict[str, Any]:
@@ -105,6 +139,7 @@ def engine_settings(config: Config, content: dict[str, Any]) -> dict[str, Any]:
     settings = {key: value for key, value in content.items() if key not in REFUSED and key != "train_batch_size"}
     bf16 = {key: value for key, value in content.get("bf16", {}).items() if key != "enabled"}
     return {
+        "steps_per_print": None,
         **settings,
         **FIXED,
         "zero_optimization": {**content.get("zero_optimization", {}), "stage": config.zero.stage},
@@ -114,6 +149,5 @@ def engine_settings(config: Config, content: dict[str, Any]) -> dict[str, Any]:
         "communication_data_type": settings.get("communication_data_type", "fp32"),
         "zero_allow_untested_optimizer": True,
         "zero_force_ds_cpu_optimizer": settings.get("zero_force_ds_cpu_optimizer", False),
-        "steps_per_print": None,
         "wall_clock_breakdown": False,
     }

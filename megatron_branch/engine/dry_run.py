@@ -24,8 +24,8 @@ def dry_run(config: Config, *, world_size: int | None) -> str:
     """
     sizes = config.parallel
     ranks = world_size or sizes.cp * sizes.tp * sizes.pp * (sizes.dp or 1)
-    checked, steps = check_run(config, world_size=ranks)
-    rollouts = steps[0]
+    checked, data = check_run(config, world_size=ranks)
+    rollouts = data.steps[0]
     layout = Layout(sizes.data_parallel(ranks), sizes.cp, sizes.pp, config.zero.stage == 3)
     trees = build_trees(rollouts, share=config.branch.gradient != "dense")
     plan = make_plan(
@@ -38,11 +38,13 @@ def dry_run(config: Config, *, world_size: int | None) -> str:
     )
     view = outlook(config, checked.arch, plan, trees, rollouts, world_size=ranks, device="planned")
     lines = [f"topology  {view.topology}", *(f"trees     {line}" for line in view.trees.splitlines())]
+    if data.left_out:
+        lines.append(f"data      {data.left_out}")
     lines += [f"stage {stage}   {order}" for stage, order in enumerate(view.orders)]
     lines.append(view.timeline(WIDTH))
     lines.append(
         f"bubble {100 * view.simulation.bubble_fraction:.1f} %, speed-up bound by FLOPs x{view.flops.bound:.2f}; "
-        f"{len(steps)} steps in all"
+        f"steps in all: {len(data.steps)}"
     )
     kinds = ", ".join(f"{kind} {bytes_text(size)}" for kind, size in view.peak_bytes.items())
     lines.append(f"state on the fullest rank, peak by kind: {kinds}")

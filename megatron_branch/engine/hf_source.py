@@ -66,7 +66,7 @@ def open_source(path: str | Path, gguf_file: str | None = None) -> Source:
     """
     folder = Path(path)
     if not folder.is_dir():
-        raise ValueError(f"model path {folder} is not a folder; give a folder with config.json and safetensors")
+        raise ValueError(f"model.path = {folder}: is not a folder; give a folder with config.json and safetensors")
     if gguf_file is not None:
         return _open_gguf(folder, gguf_file)
     config_file = folder / "config.json"

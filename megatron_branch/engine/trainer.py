@@ -27,12 +27,20 @@ from megatron_branch.engine.outlook import Outlook, outlook
 from megatron_branch.engine.worker import PlannedStep, Reports, Worker
 from megatron_branch.objective.reduce import actor_metrics, reduce_losses, rollout_metrics
 from megatron_branch.rollouts.record import Rollout
+from megatron_branch.schedule.actions import Action
+from megatron_branch.schedule.names import action_name
 from megatron_branch.tracking.console import Header
 from megatron_branch.tracking.flops import StepWork, perf_metrics
+from megatron_branch.tracking.metrics import PHASES
 from megatron_branch.tracking.timers import Timers
 from megatron_branch.tracking.tracker import Tracker, make_tracker
 
 WRITER = 0
+TIMINGS = tuple(f"timing_s/{phase}" for phase in PHASES)
+
+
+class StepError(RuntimeError):
+    """A step failed; says which and in which action."""
 
 
 @dataclass(frozen=True)
@@ -86,9 +94,20 @@ class Trainer:
         )
         self.worker.runtime.loss_scale = self.host.loss_scale
         self.consumed_rollouts = 0
+        self._doing = "start"
 
-    def train(self, steps: Sequence[list[Rollout]]) -> None:
-        """Run all optimizer steps (see `all_steps`), checkpoint and export as configured (collective)."""
+    def train(self, steps: Sequence[list[Rollout]], *, read_s: float = 0.0, left_out: str = "") -> None:
+        """Run all optimizer steps, checkpoint and export as configured (collective).
+
+        Args:
+            steps: the rollouts of each (see `check_run`).
+            read_s: seconds that reading them took, for the first row of metrics.
+            left_out: what the file holds beside them, to be said once.
+
+        Raises:
+            StepError: a step failed; it says where.
+            ValueError: metrics cannot be written, or W&B is required and cannot be reached.
+        """
         tracking = self.config.tracking
         tracker = make_tracker(
             tracking,
@@ -97,17 +116,40 @@ class Trainer:
             run_config=self.config.model_dump(mode="json"),
         )
         with tracker:
+            if left_out:
+                tracker.note("data", left_out)
             for number, rollouts in enumerate(steps, 1):
-                planned = self._plan(rollouts, number, tracker)
-                with self.timers("step"):
-                    report = self._tracked_step(planned, number, len(steps), tracker)
-                seconds = self.timers.take()
-                self.consumed_rollouts += len(rollouts)
-                tracker.log(number, self._metrics(report, seconds, number))
-                every, last = self.config.checkpoint.every_steps, number == len(steps)
-                if (every is not None and number % every == 0) or (last and self.config.checkpoint.at_end):
-                    with self.timers("checkpoint"):
-                        self.checkpoint(number, tracker.wandb_id)
+                try:
+                    self._whole_step(rollouts, tracker, number=number, total_steps=len(steps), read_s=read_s)
+                except Exception as error:
+                    place = f"step {number}/{len(steps)}, {self._doing}"
+                    raise StepError(f"{place}: {type(error).__name__}: {error}") from error
+
+    def _whole_step(
+        self, rollouts: list[Rollout], tracker: Tracker, *, number: int, total_steps: int, read_s: float
+    ) -> None:
+        """Plan, run, checkpoint where due, and log the row, also when the checkpoint fails."""
+        self._doing = "planning"
+        planned = self._plan(rollouts, number, tracker)
+        with self.timers("step"):
+            report = self._tracked_step(planned, number, total_steps, tracker)
+        self._doing = "metrics"
+        seconds = self.timers.take()
+        if number == 1:
+            seconds["timing_s/read"] = read_s
+        self.consumed_rollouts += len(rollouts)
+        row = dict.fromkeys(TIMINGS, 0.0) | self._metrics(report, seconds, number)
+        saved: list[Path] = []
+        saving, every = self.config.checkpoint, self.config.checkpoint.every_steps
+        try:
+            if (every is not None and number % every == 0) or (number == total_steps and saving.at_end):
+                self._doing = "checkpoint"
+                with self.timers("checkpoint"):
+                    saved = self.checkpoint(number, tracker.wandb_id)
+        finally:
+            tracker.log(number, row | self.timers.take())
+        if saved:
+            tracker.note("saved", ", ".join(map(str, saved)))
 
     def step(self, planned: PlannedStep, *, number: int, total_steps: int) -> StepReport:
         """One optimizer step: score where asked, forward and backward of every tree, reduce, update."""
@@ -119,8 +161,12 @@ class Trainer:
             lr, norm = self.host.step(number=number, total_steps=total_steps)
         return StepReport(planned, reports, lr, norm)
 
-    def checkpoint(self, number: int, wandb_id: str | None) -> None:
-        """Save the state of the run after step `number`, and export where configured (collective)."""
+    def checkpoint(self, number: int, wandb_id: str | None) -> list[Path]:
+        """Save the state of the run after step `number`, and export where configured (collective).
+
+        Returns:
+            the folders written.
+        """
         folder = self.config.tracking.run_dir / "checkpoints"
         state = {
             "step": number,
@@ -129,9 +175,11 @@ class Trainer:
             "config": json.dumps(self.config.model_dump(mode="json")),
             "random": {"python": random.getstate(), "numpy": np.random.get_state(), "torch": torch.get_rng_state()},
         }
-        saved = save_checkpoint(self.host, folder, step=number, state=state, keep=self.config.checkpoint.keep)
+        saved = [save_checkpoint(self.host, folder, step=number, state=state, keep=self.config.checkpoint.keep)]
         if self.config.checkpoint.export_hf:
-            self.export(saved.with_name(f"{saved.name}_hf"))
+            saved.append(folder / f"{saved[0].name}_hf")
+            self.export(saved[1])
+        return saved
 
     def export(self, folder: Path) -> None:
         """Write the current weights as a Hugging Face folder (collective)."""
@@ -151,9 +199,19 @@ class Trainer:
         return planned
 
     def _tracked_step(self, planned: PlannedStep, number: int, total_steps: int, tracker: Tracker) -> StepReport:
-        scoring = len(planned.scoring) if self.config.objective.old_logprobs == "recompute" else 0
-        with tracker.progress(number, len(planned.order) + scoring) as advance:
-            self.worker.runtime.progress = lambda action: advance()
+        slots = planned.order
+        if self.config.objective.old_logprobs == "recompute":
+            slots = planned.scoring + slots
+        places = [f"action {action_name(action, planned.units)} at slot {at}" for at, action in enumerate(slots)]
+        ahead = iter([*places[1:], "reduction and update"])
+
+        def progress(action: Action) -> None:
+            self._doing = next(ahead)
+            advance()
+
+        self._doing = places[0] if places else "reduction and update"
+        with tracker.progress(number, len(slots)) as advance:
+            self.worker.runtime.progress = progress
             return self.step(planned, number=number, total_steps=total_steps)
 
     def _outlook(self, planned: PlannedStep) -> Outlook:

@@ -59,7 +59,7 @@ class Console:
         kinds = ", ".join(f"{kind} {bytes_text(count)}" for kind, count in header.peak_bytes.items())
         self._print(f"versions  python {python_version()}, {versions}")
         self._print(f"topology  {header.topology}")
-        self._print(f"trees     {header.trees}")
+        self._print("trees     " + header.trees.replace("\n", "\n" + " " * 10))
         self._print(f"peak      {bytes_text(total)}" + (f" ({kinds})" if kinds else ""))
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
@@ -67,6 +67,10 @@ class Console:
         self._seconds.append(metrics["perf/time_per_step"])
         eta_s = (self._steps - step) * sum(self._seconds) / len(self._seconds)
         self._print(step_line(step, metrics, steps=self._steps, eta_s=eta_s))
+
+    def note(self, name: str, text: str) -> None:
+        """Print a line of the form of the header's."""
+        self._print(f"{name:10}{text}")
 
     def close(self, exit_code: int = 0) -> None:
         """Nothing is held open."""

@@ -42,6 +42,11 @@ class Tracker:
         if self._console is not None:
             self._console.header(header)
 
+    def note(self, name: str, text: str) -> None:
+        """Say something that happens once or seldom, in a line of its own on the console."""
+        if self._console is not None:
+            self._console.note(name, text)
+
     @contextmanager
     def progress(self, step: int, actions: int) -> Iterator[Callable[[], None]]:
         """A bar over the `actions` of a step; the block calls what it is given once per action."""

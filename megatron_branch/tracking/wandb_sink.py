@@ -75,4 +75,6 @@ class WandbSink:
             id=run_id,
             resume="allow" if run_id is not None and mode == "online" else None,
             mode=mode,
+            # Without its table of every metric at the end: the console had a line per step.
+            settings=wandb.Settings(quiet=True),
         )

@@ -46,7 +46,7 @@ def test_numbers_with_an_exponent_are_numbers(number: str) -> None:
         ("optim.lr=1", "optim: unknown key; did you mean optimizer"),
         ("objective.tempreature=1", "objective.tempreature: unknown key; did you mean objective.temperature?"),
         ("zero.stage.x=1", "zero.stage = {"),
-        ("qqq=1", "qqq: unknown key\n"),
+        ("qqq=1", "qqq: unknown key; remove it\n"),
         ("objective.temperature=0", "objective.temperature = 0: input should be greater than 0"),
         ("objective.advantage=ppo", "objective.advantage = \"ppo\": input should be 'grpo', 'grpo_no_std' or 'rloo'"),
         ("optimizer.clip_grad=-1", "optimizer.clip_grad = -1: input should be greater than or equal to 0"),
@@ -64,8 +64,8 @@ def test_faults_name_key_value_and_rule(override: str, message: str) -> None:
     with pytest.raises(ValueError) as raised:
         make_config(REQUIRED, [override], source="config c.yaml")
     text = str(raised.value) + "\n"
-    assert text.startswith("config c.yaml: 1 error\n  ")
-    assert message in text
+    assert text.startswith(f"config c.yaml: {message}")
+    assert text.count("\n") == 1
 
 
 @pytest.mark.parametrize(
@@ -136,7 +136,7 @@ def test_malformed_files(text: str, message: str, tmp_path: Path) -> None:
 
 
 def test_missing_file(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"none\.yaml: cannot be read: .*No such file"):
+    with pytest.raises(ValueError, match=r"none\.yaml: cannot be read \(No such file.*name a YAML file"):
         load_config(tmp_path / "none.yaml")
 
 
