@@ -144,7 +144,8 @@ def digest(path: Path) -> str:
 def train(job: Job, overrides: Sequence[str], run_dir: Path) -> list[dict[str, Any]]:
     """Train into `run_dir`, which is made anew, through the launcher; returns the rows of its metrics."""
     shutil.rmtree(ROOT / run_dir, ignore_errors=True)
-    words = ["-m", "deepspeed.launcher.runner", "--num_accelerators", str(job.ranks), "--master_port", str(free_port())]
+    words = ["-m", "deepspeed.launcher.runner", "--log_level", "warning"]
+    words += ["--num_accelerators", str(job.ranks), "--master_port", str(free_port())]
     words += ["launch/train.py", "--config", str(CONFIG), *job.overrides, *overrides, f"tracking.run_dir={run_dir}"]
     run(words, launch_environment(job))
     metrics = ROOT / run_dir / METRICS_FILE

@@ -111,7 +111,8 @@ def test_training_starts_from_an_empty_run_folder_through_the_launcher(job: Job,
     assert train(job, ["steps=1"], Path("runs/x")) == [{"training/global_step": 1}]
     assert not stale.exists()
     words = commands.seen[-1]
-    assert words[:4] == ["-m", "deepspeed.launcher.runner", "--num_accelerators", "2"]
+    assert words[:2] == ["-m", "deepspeed.launcher.runner"]
+    assert words[words.index("--num_accelerators") + 1] == "2"
     assert words[-5:] == ["launch/train.py", "--config", str(CONFIG), "steps=1", "tracking.run_dir=runs/x"]
     environment = commands.environments[-1]
     assert environment["DS_ACCELERATOR"] == "cpu"
