@@ -8,12 +8,13 @@ them over the ranks that hold the same parameters. `loss_scale` undoes that aver
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
 import deepspeed
 import torch.distributed as dist
+from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
 from deepspeed.utils import safe_get_full_grad
 from torch import Tensor, nn
 
@@ -137,8 +138,7 @@ class DeepSpeedHost:
             total = self._gradients.or_zero(name)
             if parameter.grad is total:
                 continue
-            whole = deepspeed.zero.GatheredParameters([parameter]) if self.stage == 3 else nullcontext()
-            with whole:
+            with self._whole(parameter):
                 parameter.grad = total.to(parameter.dtype)
         self._gradients.release_sums()
 
@@ -175,10 +175,15 @@ class DeepSpeedHost:
 
     def weight(self, name: str, parameter: nn.Parameter) -> Tensor:
         """This rank's shard of a weight, gathered where parameters are partitioned (collective)."""
-        if self.stage < 3:
-            return parameter.detach()
-        with deepspeed.zero.GatheredParameters([parameter]):
+        with self._whole(parameter):
             return parameter.detach().clone()
+
+    def _whole(self, parameter: nn.Parameter) -> AbstractContextManager[Any]:
+        """Gathers a partitioned parameter. One that is whole is left alone: DeepSpeed keeps some so until the next pass, and
+        refuses to free them before."""
+        if self.stage < 3 or parameter.ds_status == ZeroParamStatus.AVAILABLE:
+            return nullcontext()
+        return deepspeed.zero.GatheredParameters([parameter])
 
     def save(self, folder: Path, tag: str, state: dict[str, Any]) -> None:
         """Write weights, fp32 masters, moments and `state` under `folder/tag` in DeepSpeed's format (collective)."""
