@@ -95,6 +95,9 @@ class DeepSpeedHost:
         self._config, self._groups, self._store, self._timers = config, groups, store, timers
         self.stage = config.zero.stage
         self.loss_scale = float(groups.dp_cp.size)
+        if next(model.parameters()).device.type == "cpu":
+            # An all-reduce that only inference uses; building it takes a minute, a C++ compiler and ninja.
+            deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
         optimizer = build_optimizer(config.optimizer, model.parameters())
         self.engine, self._optimizer, _, _ = deepspeed.initialize(
             model=model,
