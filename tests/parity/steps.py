@@ -24,6 +24,7 @@ from megatron_branch.engine.plain import PlainHost
 from megatron_branch.engine.worker import PlannedStep, Worker
 from megatron_branch.objective.reduce import reduce_losses
 from megatron_branch.rollouts.record import Rollout
+from megatron_branch.state.bytes import ByteCount
 from megatron_branch.state.predict import predict_state, state_sizes
 
 
@@ -82,7 +83,7 @@ class Numbers:
         logprobs: per rollout, of its trained tokens.
         loss, grad_norm: of the step.
         max_log_ratio: largest |current - old log-prob|.
-        state_bytes, predicted_bytes: this rank's peak by kind, measured and predicted.
+        state_bytes, predicted_bytes: this rank's peak by kind and of their sum, measured and predicted.
         replays: number of prefix units of this rank that are replayed.
     """
 
@@ -129,7 +130,7 @@ def one_step(worker: Worker, rollouts: Sequence[Rollout], host: PlainHost) -> Nu
         loss=sums.loss.item(),
         grad_norm=host.grad_norm(),
         max_log_ratio=sums.max_log_ratio.item(),
-        state_bytes=dict(worker.runtime.store.count.peak),
+        state_bytes=_peaks(worker.runtime.store.count),
         predicted_bytes=_predicted(worker, step),
         replays=sum(unit.replayed for unit in step.units),
     )
@@ -145,7 +146,11 @@ def _predicted(worker: Worker, step: PlannedStep) -> dict[str, int]:
         dtype_bytes=next(worker.model.parameters()).element_size(),
         first_stage=groups.first_stage,
     )
-    return predict_state(step.order, step.units, sizes, cp=groups.cp.size, cp_rank=groups.cp.rank).peak
+    return _peaks(predict_state(step.order, step.units, sizes, cp=groups.cp.size, cp_rank=groups.cp.rank))
+
+
+def _peaks(count: ByteCount) -> dict[str, int]:
+    return {**count.peak, "total": count.peak_total}
 
 
 def compute_all(cases: Sequence[Case], rollouts: Sequence[Rollout]) -> list[Numbers]:
