@@ -70,7 +70,7 @@ def main(arguments: list[str]) -> int:
 
 
 def refuse(error: ValueError, rank: int) -> int:
-    """One message from rank 0. Another rank speaks only if rank 0 found nothing wrong and is still there after a while."""
+    """One message from rank 0; another rank speaks only if rank 0 found nothing wrong and the job goes on."""
     if rank != 0:
         time.sleep(15.0)
     print(f"train.py: {'' if rank == 0 else f'rank {rank}: '}{error}", file=sys.stderr, flush=True)
@@ -79,11 +79,12 @@ def refuse(error: ValueError, rank: int) -> int:
 
 def fail(error: Exception, rank: int) -> int:
     """The traceback, then one line with the rank; only that line from a rank that merely lost another one."""
-    lost = any(words in str(error) for words in LOST_PEER)
-    if not lost:
+    text = str(error)
+    if any(words in text for words in LOST_PEER):
+        text = f"{getattr(error, 'place', 'start')}: another rank ended first; the cause is what that one says"
+    else:
         traceback.print_exception(error)
-    hint = " (another rank ended first; the cause is what that one says, or how it was stopped)" if lost else ""
-    print(f"train.py: rank {rank}: {error}{hint}", file=sys.stderr, flush=True)
+    print(f"train.py: rank {rank}: {text}", file=sys.stderr, flush=True)
     return 1
 
 

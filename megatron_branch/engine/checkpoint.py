@@ -25,7 +25,7 @@ def save_checkpoint(host: DeepSpeedHost, folder: Path, *, step: int, state: dict
         folder: `RUN/checkpoints`.
         step: optimizer steps taken.
         state: what a later run needs beside them: data position, random states, W&B id.
-        keep: newest checkpoints to keep; None keeps all.
+        keep: newest checkpoints to keep, and their exports; None keeps all.
 
     Returns:
         The checkpoint's folder.
@@ -51,8 +51,14 @@ def save_checkpoint(host: DeepSpeedHost, folder: Path, *, step: int, state: dict
         if keep is not None:
             for old in _steps(folder)[:-keep]:
                 shutil.rmtree(folder / f"{PREFIX}{old}")
+                shutil.rmtree(export_folder(folder / f"{PREFIX}{old}"), ignore_errors=True)
     dist.barrier()
     return folder / name
+
+
+def export_folder(checkpoint: Path) -> Path:
+    """Where the Hugging Face export of a checkpoint stands; it goes when the checkpoint goes."""
+    return checkpoint.with_name(f"{checkpoint.name}_hf")
 
 
 def _steps(folder: Path) -> list[int]:

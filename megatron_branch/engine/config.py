@@ -109,7 +109,7 @@ class CheckpointConfig(BaseModel):
     every_steps: int | None = Field(default=None, ge=1, description="steps between checkpoints; null: none on the way")
     at_end: bool = Field(default=True, description="save after the last step")
     export_hf: bool = Field(default=False, description="write a Hugging Face folder beside every checkpoint")
-    keep: int | None = Field(default=None, ge=1, description="newest checkpoints to keep; null: all")
+    keep: int | None = Field(default=None, ge=1, description="newest checkpoints to keep, and their exports; null: all")
 
     @model_validator(mode="after")
     def _every_setting_has_an_effect(self) -> CheckpointConfig:

@@ -35,7 +35,7 @@ REFUSED: dict[str, str] = {
     "managed_gradient_accumulation": "a tree of any number of passes is one optimizer step",
 }
 
-# Keys that mean something to DeepSpeed here; any other would be without effect, and DeepSpeed itself ignores misspelt ones.
+# Keys that have an effect here. Others are refused too: DeepSpeed itself says nothing about a misspelt one.
 PASSED = (
     "zero_optimization",
     "gradient_clipping",

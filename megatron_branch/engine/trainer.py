@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from megatron_branch.config import Config
 from megatron_branch.engine.checked import Checked
-from megatron_branch.engine.checkpoint import save_checkpoint
+from megatron_branch.engine.checkpoint import export_folder, save_checkpoint
 from megatron_branch.engine.convert import gather_full
 from megatron_branch.engine.deepspeed_host import DeepSpeedHost
 from megatron_branch.engine.dump import peak_process_bytes
@@ -40,7 +40,15 @@ TIMINGS = tuple(f"timing_s/{phase}" for phase in PHASES)
 
 
 class StepError(RuntimeError):
-    """A step failed; says which and in which action."""
+    """A step failed.
+
+    Attributes:
+        place: which step, and in which action or other part of it.
+    """
+
+    def __init__(self, place: str, cause: Exception) -> None:
+        super().__init__(f"{place}: {type(cause).__name__}: {cause}")
+        self.place = place
 
 
 @dataclass(frozen=True)
@@ -122,8 +130,7 @@ class Trainer:
                 try:
                     self._whole_step(rollouts, tracker, number=number, total_steps=len(steps), read_s=read_s)
                 except Exception as error:
-                    place = f"step {number}/{len(steps)}, {self._doing}"
-                    raise StepError(f"{place}: {type(error).__name__}: {error}") from error
+                    raise StepError(f"step {number}/{len(steps)}, {self._doing}", error) from error
 
     def _whole_step(
         self, rollouts: list[Rollout], tracker: Tracker, *, number: int, total_steps: int, read_s: float
@@ -177,7 +184,7 @@ class Trainer:
         }
         saved = [save_checkpoint(self.host, folder, step=number, state=state, keep=self.config.checkpoint.keep)]
         if self.config.checkpoint.export_hf:
-            saved.append(folder / f"{saved[0].name}_hf")
+            saved.append(export_folder(saved[0]))
             self.export(saved[1])
         return saved
 
