@@ -34,7 +34,7 @@ def parse(arguments: list[str]) -> argparse.Namespace:
         "--zero", type=int, choices=range(4), help="through DeepSpeed at this ZeRO stage; implies float32"
     )
     parser.add_argument("--cp_mode", default="pass_q", help="context-parallel attention layout (default pass_q)")
-    parser.add_argument("--gradient", choices=["exact", "detached", "dense"], default="exact")
+    parser.add_argument("--gradient", choices=["exact", "detached", "dense"], default="exact", help="default exact")
     parser.add_argument("--chunk_tokens", type=int, help="most tokens of a node in one pass (default unlimited)")
     parser.add_argument(
         "--dtype", choices=["float64", "float32", "bfloat16"], help="default float64, float32 with --zero"

@@ -80,6 +80,8 @@ def show(options: argparse.Namespace) -> None:
     if not 0 <= options.rank < options.dp:
         raise ValueError(f"--rank {options.rank}: must be below --dp {options.dp}")
     shape = parse_shape(options.shape)
+    if options.pp > shape.layers:
+        raise ValueError(f"--pp {options.pp}: must be at most the {shape.layers} layers of --shape; lower it")
     config = BranchConfig(gradient=options.gradient, chunk_tokens=options.chunk_tokens, pack_tokens=options.pack_tokens)
     rollouts = list(read_rollouts(options.rollouts))
     trees = build_trees(rollouts, share=config.gradient != "dense")

@@ -49,9 +49,9 @@ def save_checkpoint(host: DeepSpeedHost, folder: Path, *, step: int, state: dict
         os.replace(pointer, folder / "latest")
         _sync(folder)
         if keep is not None:
-            for old in _steps(folder)[:-keep]:
-                shutil.rmtree(folder / f"{PREFIX}{old}")
-                shutil.rmtree(export_folder(folder / f"{PREFIX}{old}"), ignore_errors=True)
+            for old in outdated(folder, step=step, keep=keep):
+                shutil.rmtree(old)
+                shutil.rmtree(export_folder(old), ignore_errors=True)
     dist.barrier()
     return folder / name
 
@@ -61,9 +61,14 @@ def export_folder(checkpoint: Path) -> Path:
     return checkpoint.with_name(f"{checkpoint.name}_hf")
 
 
-def _steps(folder: Path) -> list[int]:
+def outdated(folder: Path, *, step: int, keep: int) -> list[Path]:
+    """The checkpoints that go once that of `step` is written: all but the `keep` newest up to it.
+
+    Later steps in the same folder are an earlier run's; they are neither counted nor removed.
+    """
     found = [path.name.removeprefix(PREFIX) for path in folder.iterdir() if path.name.startswith(PREFIX)]
-    return sorted(int(number) for number in found if number.isdigit())
+    steps = sorted(int(number) for number in found if number.isdigit() and int(number) <= step)
+    return [folder / f"{PREFIX}{number}" for number in steps[:-keep]]
 
 
 def _sync(path: Path) -> None:

@@ -22,6 +22,8 @@ def dry_run(config: Config, *, world_size: int | None) -> str:
     Raises:
         ValueError: as a run would.
     """
+    if world_size is not None and world_size < 1:
+        raise ValueError(f"--world_size={world_size}: must be at least 1; leave it out for the fewest ranks that do")
     sizes = config.parallel
     ranks = world_size or sizes.cp * sizes.tp * sizes.pp * (sizes.dp or 1)
     checked, data = check_run(config, world_size=ranks)
@@ -37,7 +39,7 @@ def dry_run(config: Config, *, world_size: int | None) -> str:
         shape=checked.arch.shape(),
     )
     view = outlook(config, checked.arch, plan, trees, rollouts, world_size=ranks, device="planned")
-    lines = [f"topology  {view.topology}", *(f"trees     {line}" for line in view.trees.splitlines())]
+    lines = [f"topology  {view.topology}", "trees     " + view.trees.replace("\n", "\n" + " " * 10)]
     if data.left_out:
         lines.append(f"data      {data.left_out}")
     lines += [f"stage {stage}   {order}" for stage, order in enumerate(view.orders)]

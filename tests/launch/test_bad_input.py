@@ -121,6 +121,10 @@ CASES: dict[str, Case] = {
     "value of another type": (lambda w: ("parallel.tp=two",), ("c.yaml", 'parallel.tp = "two"', "valid integer")),
     "unknown option": (lambda w: ("--chunk", "8"), ("--chunk", "see --help")),
     "option of a dry run": (lambda w: ("--world_size", "2"), ("--world_size=2", "--dry_run")),
+    "dry run of no ranks": (
+        lambda w: ("--dry_run", "--world_size", "0"),
+        ("--world_size=0", "at least 1", "leave it out"),
+    ),
     "no model folder": (lambda w: ("model.path=absent",), ("model.path = absent", "not a folder", "give a folder")),
     "folder without config": (lambda w: (w.model("bare"),), ("bare", "no config.json", "give a Hugging Face model")),
     "pickled weights": (
@@ -239,9 +243,20 @@ def test_good_input_is_not_refused(world: World) -> None:
     assert (found["code"], found["out"], found["err"]) == (0, "training starts\n", "")
 
 
-@pytest.mark.parametrize(
-    "name", ["ranks that the sizes do not give", "token outside the vocabulary", "accumulation by DeepSpeed"]
-)
+def test_dry_run_tells_of_trees_schedule_and_bytes(world: World) -> None:
+    arguments = ["--config", str(world.folder / "c.yaml"), "--dry_run", "--world_size", "64", "parallel.pp=2"]
+    (found,) = call("launch/train.py", [[*arguments, "parallel.cp=4"]])
+    assert (found["code"], found["err"], found["loaded"]) == (0, "", [])
+    lines = found["out"].splitlines()
+    assert lines[0].startswith("topology  64 planned ranks: tp 1, cp 4, pp 2, dp 8; ZeRO 0")
+    assert lines[1].startswith("trees     2 rollouts of 1 groups")
+    stages = [line for line in lines if line.startswith(("stage 0   ", "stage 1   "))]
+    assert stages == ["stage 0   T0.0> T0.0<", "stage 1   T0.0"]
+    assert "steps in all: 1" in found["out"]
+    assert lines[-1].startswith("state on the fullest rank, peak by kind: state ")
+
+
+@pytest.mark.parametrize("name", ["ranks that the sizes do not give", "token outside the vocabulary"])
 def test_a_launched_job_ends_with_one_message_and_no_process(name: str, world: World) -> None:
     make, fragments = CASES[name]
     job = run_job(world.folder / "c.yaml", *make(world), limit_s=90)
