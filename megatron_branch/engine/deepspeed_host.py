@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import deepspeed
+import torch
 import torch.distributed as dist
 from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
 from deepspeed.utils import safe_get_full_grad
@@ -99,10 +100,16 @@ class DeepSpeedHost:
             # An all-reduce that only inference uses; building it takes a minute, a C++ compiler and ninja.
             deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
         optimizer = build_optimizer(config.optimizer, model.parameters())
+        settings = engine_settings(config, deepspeed_content or {})
+        # Without ZeRO and bfloat16 DeepSpeed's norm leaves out what tensor-parallel ranks replicate on all pipeline
+        # stages but the first, and counts the tied embedding's copy: clipping is done here.
+        self._clip_norm = 0.0
+        if self.stage == 0 and config.model.dtype != "bfloat16":
+            self._clip_norm, settings["gradient_clipping"] = config.optimizer.clip_grad, 0.0
         self.engine, self._optimizer, _, _ = deepspeed.initialize(
             model=model,
             optimizer=optimizer,
-            config=engine_settings(config, deepspeed_content or {}),
+            config=settings,
             mpu=MegatronUnits(groups),
             dist_init_required=False,
         )
@@ -171,6 +178,9 @@ class DeepSpeedHost:
         for group in self._optimizer.param_groups:
             group["lr"] = rate
         norm = self.grad_norm() if self.stage == 0 else None
+        if norm is not None and 0 < self._clip_norm < norm:
+            gradients = [parameter.grad for parameter in self.engine.module.parameters() if parameter.grad is not None]
+            torch._foreach_mul_(gradients, self._clip_norm / norm)
         self.engine.step()
         if norm is None:
             norm = float(self.engine.get_global_grad_norm())

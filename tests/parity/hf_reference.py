@@ -45,12 +45,23 @@ def reference(
             detached in every layer.
         float32_norms: leave Hugging Face's norms as they are; otherwise they are written out in float64.
     """
+    model = load(folder, float32_norms=float32_norms)
+    return backward(model, rollouts, detached=detached)
+
+
+def load(folder: Path, *, float32_norms: bool = False) -> nn.Module:
+    """The model in float64, with the attention below."""
     AttentionInterface.register(ATTENTION, _attention)
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64, attn_implementation=ATTENTION)
     model = model.double().eval()
     for module in () if float32_norms else model.modules():
         if type(module).__name__.endswith("RMSNorm"):
             module.forward = partial(_norm, module)
+    return model
+
+
+def backward(model: nn.Module, rollouts: Sequence[Rollout], *, detached: bool = False) -> Reference:
+    """Add the step's gradients into the model's `.grad`; see `reference`."""
     advantages = grpo_advantages(rollouts)
     trained = sum(int(rollout.loss_mask.sum()) for rollout in rollouts)
     logprobs: list[list[float]] = []
