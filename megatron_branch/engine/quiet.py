@@ -7,11 +7,11 @@ import warnings
 
 
 def silence_missing_accelerators() -> None:
-    """Hide what Megatron and DeepSpeed say at import about optional packages (Transformer Engine, apex) and devices.
-
-    The header of a run says which of them are there.
+    """Hide what Megatron and DeepSpeed say about optional packages (Transformer Engine, apex), devices, and functions of
+    torch that they should no longer call.
     """
     warnings.filterwarnings("ignore", message=".*(Apex|Transformer Engine).*")
     warnings.filterwarnings("ignore", message=".*full scope is deprecated.*")
+    warnings.filterwarnings("ignore", message=r"`torch\.distributed\.\w+` is deprecated", category=FutureWarning)
     logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
     logging.getLogger("megatron").setLevel(logging.ERROR)
