@@ -22,7 +22,7 @@ def merge_into(out_THD: Tensor, lse_TH: Tensor, part_THD: Tensor, part_lse_TH: T
 
 
 def rescale_(out_THD: Tensor, every_RTH: Tensor, rank: int) -> None:
-    """Weight the partial result of `rank` by its share of the whole softmax, so that those of all R ranks can be summed.
+    """Weight the partial result of `rank` by its share of the whole softmax; those of all R ranks can then be summed.
 
     Args:
         out_THD: in place.

@@ -122,7 +122,7 @@ class DeepSpeedHost:
 
         After an exception the engine must not step; the next `accumulate` starts clean.
         """
-        self._gradients.clear()
+        self._gradients.start()
         failed = True
         try:
             with ExitStack() as timing:
@@ -192,8 +192,10 @@ class DeepSpeedHost:
             return parameter.detach().clone()
 
     def _whole(self, parameter: nn.Parameter) -> AbstractContextManager[Any]:
-        """Gathers a partitioned parameter. One that is whole is left alone: DeepSpeed keeps some so until the next pass, and
-        refuses to free them before."""
+        """Gathers a partitioned parameter.
+
+        One that is whole is left alone: DeepSpeed keeps some so until the next pass, and refuses to free them before.
+        """
         if self.stage < 3 or parameter.ds_status == ZeroParamStatus.AVAILABLE:
             return nullcontext()
         return deepspeed.zero.GatheredParameters([parameter])

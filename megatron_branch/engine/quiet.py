@@ -7,8 +7,8 @@ import warnings
 
 
 def silence_missing_accelerators() -> None:
-    """Hide what Megatron and DeepSpeed say about optional packages (Transformer Engine, apex), devices, and functions of
-    torch that they should no longer call.
+    """Hide what Megatron and DeepSpeed say about optional packages (Transformer Engine, apex), devices and functions
+    of torch that they should no longer call.
     """
     warnings.filterwarnings("ignore", message=".*(Apex|Transformer Engine).*")
     warnings.filterwarnings("ignore", message=".*full scope is deprecated.*")

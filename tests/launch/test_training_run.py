@@ -102,14 +102,14 @@ def context(place: Path) -> Run:
         checkpoint={"every_steps": 1, "keep": 2, "export_hf": True},
         tracking={"wandb": "offline", "peak_flops": 1e12, "plot_schedule": True},
     )
-    return Run(run_job(path, limit_s=200), path.parent)
+    return Run(run_job(path, limit_s=240), path.parent)
 
 
 @pytest.fixture(scope="module")
 def stages(place: Path) -> Run:
     """Two pipeline stages at ZeRO 1; rank 0, which writes, has no loss."""
     path = config(place, "pp", parallel={"pp": 2}, zero={"stage": 1}, tracking={"wandb": "offline"})
-    return Run(run_job(path, limit_s=200), path.parent)
+    return Run(run_job(path, limit_s=240), path.parent)
 
 
 def test_runs_succeed_and_leave_no_process(context: Run, stages: Run) -> None:
@@ -265,7 +265,7 @@ def test_a_rank_that_fails_in_a_tree_ends_the_job_and_says_where(place: Path) ->
     )
     script = wrapped(place, "failing", before)
     with start_job(script, "--config", str(path), ranks=2, folder=path.parent) as job:
-        ended = job.wait(limit_s=120)
+        ended = job.wait(limit_s=240)
     assert ended.code not in (0, None)
     assert ended.left_behind == []
     cause = [line for line in ended.err.splitlines() if line.startswith("train.py: rank 1: ")]
@@ -286,10 +286,10 @@ def test_a_rank_that_is_killed_ends_the_job(place: Path) -> None:
         start_job(script, "--config", str(path), ranks=2, folder=path.parent) as job,
         start_job(script, "--config", str(other), ranks=2, folder=other.parent) as beside,
     ):
-        job.wait_for("step 1/3", limit_s=120)
+        job.wait_for("step 1/3", limit_s=240)
         os.kill(job.ranks()[1], signal.SIGKILL)
-        ended = replace(job.wait(limit_s=30), seconds=0.0)
-        undisturbed = beside.wait(limit_s=120)
+        ended = replace(job.wait(limit_s=60), seconds=0.0)
+        undisturbed = beside.wait(limit_s=240)
     assert ended.code not in (0, None)
     assert ended.left_behind == []
     assert "step 3/3" not in ended.out
