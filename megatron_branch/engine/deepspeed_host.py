@@ -122,7 +122,7 @@ class DeepSpeedHost:
 
         After an exception the engine must not step; the next `accumulate` starts clean.
         """
-        self._gradients.start()
+        self._gradients.clear()
         failed = True
         try:
             with ExitStack() as timing:
