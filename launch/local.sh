@@ -13,4 +13,4 @@ shift
 if ! nvidia-smi >/dev/null 2>&1; then
     export DS_ACCELERATOR=cpu
 fi
-exec deepspeed --num_accelerators "$ranks" "$(dirname "${BASH_SOURCE[0]}")/train.py" "$@"
+exec deepspeed --log_level warning --num_accelerators "$ranks" "$(dirname "${BASH_SOURCE[0]}")/train.py" "$@"
