@@ -4,8 +4,9 @@ weights.
 Inputs: sizes of the model and of the rollouts (P prompt tokens, N rollouts of R response tokens).
 Outputs: a table, and with --json FILE an object whose `cases` list has P, N, R, mode, seconds, dense_seconds, ratio,
 bound, share_of_bound, peak_bytes. A ratio is dense time over the mode's time, both the fastest of --repeats
-interleaved runs; the bound is dense FLOPs over executed FLOPs by plan/cost.py. peak_bytes is the peak resident size of
-the process in that mode.
+interleaved runs; the bound is dense FLOPs over executed FLOPs by plan/cost.py, which counts every layer whole: a mode
+that leaves out the last layer of a loss-free prefix can pass it. peak_bytes is the peak resident size of the process in
+that mode, from one more run after all timings, with an allocator that returns freed memory at once.
 
 No optimizer step is timed: it is the same for all modes.
 """
@@ -109,9 +110,19 @@ class Bench:
         self.host = PlainHost(self.worker.model, groups)
         self.worker.runtime.loss_scale = self.host.loss_scale
 
-    def measure(self, case: tuple[int, int, int], modes: Sequence[str]) -> list[BenchCase]:
-        """All modes of one case, interleaved."""
-        from megatron_branch.plan.cost import plan_flops
+    def measure(self, cases: Sequence[tuple[int, int, int]], modes: Sequence[str]) -> list[BenchCase]:
+        """All modes of every case: first the times, interleaved, then the peaks."""
+        steps = {case: self._plan(case, modes) for case in cases}
+        seconds = {case: self._times(steps[case]) for case in cases}
+        _return_freed_memory()
+        peaks = {(case, mode): self._peak(steps[case][mode]) for case in cases for mode in modes}
+        return [
+            self._row(case, mode, steps[case][mode], seconds[case], peaks[case, mode])
+            for case in cases
+            for mode in modes
+        ]
+
+    def _plan(self, case: tuple[int, int, int], modes: Sequence[str]) -> dict[str, Any]:
         from megatron_branch.rollouts.synthetic import SyntheticSpec, synthetic_rollouts
 
         prompt, count, response = case
@@ -119,48 +130,49 @@ class Bench:
             prefix_tokens=(prompt,), fan_out=(count,), tail_tokens=(response,), vocab_size=self.options.vocab
         )
         rollouts = synthetic_rollouts(spec)
-        steps = {mode: self.worker.plan(rollouts, gradient=mode) for mode in dict.fromkeys(("dense", *modes))}
-        seconds: dict[str, list[float]] = {mode: [] for mode in steps}
-        peaks: dict[str, int] = dict.fromkeys(steps, 0)
+        return {mode: self.worker.plan(rollouts, gradient=mode) for mode in dict.fromkeys(("dense", *modes))}
+
+    def _run(self, step: Any) -> None:
+        with self.host.accumulate():
+            self.worker.run(step)
+
+    def _times(self, steps: dict[str, Any]) -> dict[str, float]:
+        """Fastest run of each mode, in seconds."""
+        fastest = dict.fromkeys(steps, float("inf"))
         for _ in range(self.options.repeats):
             for mode, step in steps.items():
-                _trim()
-                _reset_peak()
+                gc.collect()
                 start = time.perf_counter()
-                with self.host.accumulate():
-                    self.worker.run(step)
-                seconds[mode].append(time.perf_counter() - start)
-                peaks[mode] = max(peaks[mode], _peak_bytes())
-        dense = min(seconds["dense"])
-        rows = []
-        for mode in modes:
-            flops = plan_flops(steps[mode].plan, steps[mode].trees, self.worker.arch.shape())
-            ratio = dense / min(seconds[mode])
-            rows.append(
-                BenchCase(prompt, count, response, mode, min(seconds[mode]), dense, ratio, flops.bound,
-                          ratio / flops.bound, peaks[mode])
-            )  # fmt: skip
-        return rows
+                self._run(step)
+                fastest[mode] = min(fastest[mode], time.perf_counter() - start)
+        return fastest
+
+    def _peak(self, step: Any) -> int:
+        """Peak resident size of one run, in bytes (Linux)."""
+        gc.collect()
+        Path("/proc/self/clear_refs").write_text("5")  # starts the kernel's record of the peak anew
+        self._run(step)
+        for line in Path("/proc/self/status").read_text().splitlines():
+            if line.startswith("VmHWM:"):
+                return int(line.split()[1]) * 1024
+        raise AssertionError("/proc/self/status has no VmHWM")
+
+    def _row(
+        self, case: tuple[int, int, int], mode: str, step: Any, seconds: dict[str, float], peak_bytes: int
+    ) -> BenchCase:
+        from megatron_branch.plan.cost import plan_flops
+
+        bound = plan_flops(step.plan, step.trees, self.worker.arch.shape()).bound
+        ratio = seconds["dense"] / seconds[mode]
+        return BenchCase(*case, mode, seconds[mode], seconds["dense"], ratio, bound, ratio / bound, peak_bytes)
 
 
-def _trim() -> None:
-    """Return freed memory to the system, so that peaks of different modes can be compared (Linux with glibc)."""
-    gc.collect()
-    if sys.platform == "linux":
-        ctypes.CDLL(None).malloc_trim(0)
-
-
-def _reset_peak() -> None:
-    """Start the kernel's record of the peak resident size anew (Linux)."""
-    Path("/proc/self/clear_refs").write_text("5")
-
-
-def _peak_bytes() -> int:
-    """Peak resident size since `_reset_peak`."""
-    for line in Path("/proc/self/status").read_text().splitlines():
-        if line.startswith("VmHWM:"):
-            return int(line.split()[1]) * 1024
-    raise AssertionError("/proc/self/status has no VmHWM")
+def _return_freed_memory() -> None:
+    """Make the C allocator give back what is freed, so that peaks do not depend on what ran before (glibc)."""
+    library = ctypes.CDLL(None)
+    for parameter, value in ((-3, 64 * 1024), (-1, 64 * 1024)):  # M_MMAP_THRESHOLD, M_TRIM_THRESHOLD
+        library.mallopt(parameter, value)
+    library.malloc_trim(0)
 
 
 def table(rows: Sequence[BenchCase]) -> str:
@@ -191,7 +203,7 @@ def main(arguments: Sequence[str]) -> int:
     except ValueError as error:
         print(f"bench_step: {error}", file=sys.stderr)
         return 1
-    rows = [row for case in cases for row in bench.measure(case, modes)]
+    rows = bench.measure(cases, modes)
     print(table(rows))
     if options.json is not None:
         result: dict[str, Any] = {

@@ -101,11 +101,11 @@ class DeepSpeedHost:
             deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
         optimizer = build_optimizer(config.optimizer, model.parameters())
         settings = engine_settings(config, deepspeed_content or {})
-        # Without ZeRO and bfloat16 DeepSpeed's norm leaves out what tensor-parallel ranks replicate on all pipeline
-        # stages but the first, and counts the tied embedding's copy: clipping is done here.
-        self._clip_norm = 0.0
-        if self.stage == 0 and config.model.dtype != "bfloat16":
-            self._clip_norm, settings["gradient_clipping"] = config.optimizer.clip_grad, 0.0
+        if self.stage == 0:
+            # Without ZeRO DeepSpeed clips by another norm than the whole model's: in float32 it leaves out what
+            # tensor-parallel ranks replicate on all pipeline stages but the first, and counts the tied embedding's copy;
+            # in bfloat16 the ranks of a model clip by different norms. So `step` clips.
+            settings["gradient_clipping"] = 0.0
         self.engine, self._optimizer, _, _ = deepspeed.initialize(
             model=model,
             optimizer=optimizer,
@@ -122,7 +122,7 @@ class DeepSpeedHost:
 
         After an exception the engine must not step; the next `accumulate` starts clean.
         """
-        self._gradients.clear()
+        self._gradients.start()
         failed = True
         try:
             with ExitStack() as timing:
@@ -177,14 +177,20 @@ class DeepSpeedHost:
         rate = learning_rate(self._config.optimizer, step=number, total_steps=total_steps)
         for group in self._optimizer.param_groups:
             group["lr"] = rate
-        norm = self.grad_norm() if self.stage == 0 else None
-        if norm is not None and 0 < self._clip_norm < norm:
-            gradients = [parameter.grad for parameter in self.engine.module.parameters() if parameter.grad is not None]
-            torch._foreach_mul_(gradients, self._clip_norm / norm)
-        self.engine.step()
-        if norm is None:
+        if self.stage == 0:
+            norm = self.grad_norm()
+            self._clip(norm)
+            self.engine.step()
+        else:
+            self.engine.step()
             norm = float(self.engine.get_global_grad_norm())
         return rate, norm
+
+    def _clip(self, norm: float) -> None:
+        """Scale the reduced gradients down to the largest norm allowed."""
+        limit = self._config.optimizer.clip_grad
+        if 0 < limit < norm:
+            torch._foreach_mul_([parameter.grad for parameter in self.engine.module.parameters()], limit / norm)
 
     def weight(self, name: str, parameter: nn.Parameter) -> Tensor:
         """This rank's shard of a weight, gathered where parameters are partitioned (collective)."""

@@ -30,17 +30,26 @@ class Gradients:
         self._parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
         self._sums: dict[str, Tensor] = {}
         for name, parameter in self._parameters.items():
-            if parameter.dtype in (torch.bfloat16, torch.float16):
+            if _low(parameter):
                 parameter.register_post_accumulate_grad_hook(lambda p, name=name: self._take(name, p))
 
     def _take(self, name: str, parameter: nn.Parameter) -> None:
-        part = parameter.grad
-        assert part is not None
+        assert parameter.grad is not None
+        self._sums[name].add_(parameter.grad)
         parameter.grad = None
-        if name in self._sums:
-            self._sums[name].add_(part)
-        else:
-            self._sums[name] = part.float()
+
+    def start(self) -> None:
+        """Begin a step at zero.
+
+        All buffers exist before the first pass, so that the peak of memory does not depend on the number of passes; a
+        parameter that DeepSpeed has partitioned gets its gradient from the first pass.
+        """
+        self.clear()
+        for name, parameter in self._parameters.items():
+            if _low(parameter):
+                self._sums[name] = _zeros(parameter)
+            elif not hasattr(parameter, "ds_shape"):
+                parameter.grad = _zeros(parameter)
 
     def clear(self) -> None:
         """Forget everything, also after an exception in the middle of a step."""
@@ -75,11 +84,7 @@ class Gradients:
         """The local sum, made zero (and kept) where there is none."""
         gradient = self.of(name)
         if gradient is None:
-            parameter = self._parameters[name]
-            shape = getattr(parameter, "ds_shape", parameter.shape)  # DeepSpeed empties partitioned parameters
-            low = parameter.dtype in (torch.bfloat16, torch.float16)
-            gradient = torch.zeros(shape, dtype=torch.float32 if low else parameter.dtype, device=parameter.device)
-            self._sums[name] = gradient
+            gradient = self._sums[name] = _zeros(self._parameters[name])
         return gradient
 
     def release_sums(self) -> None:
@@ -89,6 +94,16 @@ class Gradients:
     def names(self) -> tuple[str, ...]:
         """All trainable parameters, in the model's order."""
         return tuple(self._parameters)
+
+
+def _low(parameter: nn.Parameter) -> bool:
+    return parameter.dtype in (torch.bfloat16, torch.float16)
+
+
+def _zeros(parameter: nn.Parameter) -> Tensor:
+    """Of the whole parameter, in the accumulation dtype."""
+    shape = getattr(parameter, "ds_shape", parameter.shape)  # DeepSpeed empties partitioned parameters
+    return torch.zeros(shape, dtype=torch.float32 if _low(parameter) else parameter.dtype, device=parameter.device)
 
 
 def global_norm(model: nn.Module, groups: Groups, gradients: dict[str, Tensor]) -> float:

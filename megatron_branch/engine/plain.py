@@ -27,7 +27,7 @@ class PlainHost:
     @contextmanager
     def accumulate(self) -> Iterator[None]:
         """Passes inside belong to one step; on exit gradients are whole. An exception leaves none behind."""
-        self._gradients.clear()
+        self._gradients.start()
         try:
             yield
             self._gradients.finish()

@@ -210,6 +210,7 @@ class Runner:
         output, loss_function = self.forward_step(PassInput(unit, tensors, descriptor), stage_input)
         loss = self._report(unit, tensors, output, loss_function, reports)
         ends, seeds = _state_seeds(page, descriptor)
+        descriptor.roots = None  # the graph holds the descriptor: with the roots in it, it would hold itself for ever
         if self.link.next is not None:
             ends.append(output)
             seeds.append(self.link.receive_backward(tensors.shard.local))
