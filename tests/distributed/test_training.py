@@ -32,7 +32,7 @@ from megatron_branch.rollouts.record import Rollout
 from megatron_branch.rollouts.synthetic import SyntheticSpec, odd_rollouts, synthetic_rollouts
 from tests.harness import run_ranks
 from tests.parity.hf_reference import backward, load
-from tests.parity.steps import relative
+from tests.parity.steps import Case, Numbers, compute, relative, worst_gradient
 from tests.tiny import write_tiny_model
 
 Layout = tuple[int, int, int, int]  # tp, cp, pp, dp
@@ -45,6 +45,8 @@ PARTITION_ALL = {"zero_optimization": {"stage": 3, "stage3_param_persistence_thr
 # float32 gradients are right to some 3e-6, and a weight of 1 that changes by 1 % keeps 6e-6 of its change when rounded.
 # A wrong scale or a lost term of 1 % is 300 times the tolerance.
 FLOAT32 = 3e-5
+# A gradient that is rounded, reduced and rounded again is off by 2**-8 at most, a rounded weight by 2**-9.
+BFLOAT16 = 2**-7
 STEPS = [odd_rollouts(97, seed) for seed in range(3)]
 
 
@@ -123,6 +125,32 @@ def _fail(trainer: Trainer, rollouts: list[Rollout], at: int) -> None:
         trainer.step(planned, number=1, total_steps=1)
 
 
+def bfloat16_step(run: Run, model: Path, rollouts: list[Rollout]) -> tuple[Numbers, Numbers, list[dict[str, Tensor]]]:
+    """One bfloat16 step: what the plain host and DeepSpeed hold before the update, the weights before and after it."""
+    exact = compute(Case(model, run.layout, chunk_tokens=16, dtype="bfloat16"), rollouts)
+    tp, cp, pp, dp = run.layout
+    groups = build_groups(dp=dp, cp=cp, tp=tp, pp=pp)
+    config = make_config(json.loads(run.config(model).model_dump_json()), ["model.dtype=bfloat16"])
+    device = host_cpu.enter()
+    trainer = Trainer(config, check_model(config), groups=groups, device=device, deepspeed_content={})
+    worker, host = trainer.worker, trainer.host
+    whole = partial(gather_full, worker.model, worker.arch, groups, dtype=torch.float32)
+    weights = [dict(whole(host.weight))]
+    planned = worker.plan(rollouts)
+    with host.accumulate():
+        worker.run(planned)
+    gradients = dict(whole(host.gradient))
+    norm = host.step(number=1, total_steps=1)[1]
+    weights.append(dict(whole(host.weight)))
+    host.engine.destroy()
+    parallel_state.destroy_model_parallel()
+    return exact, Numbers(gradients=gradients, grad_norm=norm), weights
+
+
+def bfloat16_steps(runs: Sequence[Run], model: Path, rollouts: list[Rollout]) -> list[Any]:
+    return [bfloat16_step(run, model, rollouts) for run in runs]
+
+
 def train_all(runs: Sequence[Run], model: Path, steps: Sequence[list[Rollout]]) -> list[Trained]:
     return [train(run, model, steps) for run in runs]
 
@@ -199,6 +227,23 @@ def test_two_axes(model: Path, layout: Layout) -> None:
     runs = [Run("adamw", layout, 1, ADAMW)]
     runs.append(Run("sgd", layout, 2 if layout[2] > 1 else 3, SGD, {} if layout[2] > 1 else PARTITION_ALL))
     check(model, runs, STEPS[:2])
+
+
+@pytest.mark.parametrize("axis", ["dp", "tp", "pp"])
+def test_a_clipped_bfloat16_step(model: Path, axis: str) -> None:
+    """At every stage DeepSpeed gets the float32 sums, rounded once, and updates by them, clipped by the whole norm."""
+    optimizer = {"name": "sgd", "lr": 4.0, "clip_grad": 0.5}
+    runs = runs_of(axis, optimizer, range(4 if axis == "dp" else 3))
+    by_rank = run_ranks(2, bfloat16_steps, runs, model, STEPS[0], timeout_s=120)
+    for place, run in enumerate(runs):
+        exact, handed, (before, after) = by_rank[0][place]
+        assert worst_gradient(handed, exact)[0] < BFLOAT16, run
+        for results in by_rank:
+            assert abs(results[place][1].grad_norm / exact.grad_norm - 1) < BFLOAT16, run
+        scale = optimizer["lr"] * optimizer["clip_grad"] / exact.grad_norm
+        for name, gradient in exact.gradients.items():
+            error = (after[name] - (before[name] - scale * gradient)).norm()
+            assert error < BFLOAT16 / 4 * after[name].norm() + BFLOAT16 * scale * gradient.norm(), (run, name)
 
 
 UNEVEN = {

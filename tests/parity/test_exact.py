@@ -66,10 +66,11 @@ def covering(models: dict[Family, Path], layouts: list[tuple[int, int, int, int]
 
 
 def everything(models: dict[Family, Path], layouts: list[tuple[int, int, int, int]], dtype: str) -> Iterator[Case]:
-    """The full product."""
-    for layout, family in product(layouts, FAMILIES):
+    """Every layout with every family and every chunk size; the packs in turn."""
+    for turn, (layout, family) in enumerate(product(layouts, FAMILIES)):
         yield Case(models[family], layout, "dense", dtype=dtype)
-        for chunk, pack in product(CHUNKS, PACKS):
+        for place, chunk in enumerate(CHUNKS):
+            pack = PACKS[(turn + place) % len(PACKS)]
             yield Case(models[family], layout, chunk_tokens=chunk, pack_tokens=pack, dtype=dtype)
 
 
