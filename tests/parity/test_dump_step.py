@@ -1,4 +1,4 @@
-"""What `tools/dump_step.py` writes is what plain Hugging Face autograd computes, also through DeepSpeed at each stage."""
+"""What `tools/dump_step.py` writes is what plain Hugging Face autograd computes, at every ZeRO stage too."""
 
 from __future__ import annotations
 
