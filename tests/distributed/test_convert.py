@@ -58,7 +58,6 @@ def _built(case: Case) -> Iterator[tuple[Any, ...]]:
     """A plain GPTModel (Megatron's own attention) in float64 with the weights of the case."""
     import torch
     import torch.distributed as dist
-    from megatron.core import parallel_state
     from megatron.core.models.gpt import GPTModel
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
     from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
@@ -71,6 +70,7 @@ def _built(case: Case) -> Iterator[tuple[Any, ...]]:
     from megatron_branch.engine.hf_source import open_source
     from megatron_branch.engine.model_config import transformer_config
     from megatron_branch.engine.rope import PositionRope
+    from tests.worlds import leave_layout
 
     class DenseAttention(DotProductAttention):
         def forward(self, *args: Any, packed_seq_params: Any = None, **options: Any) -> torch.Tensor:
@@ -103,7 +103,7 @@ def _built(case: Case) -> Iterator[tuple[Any, ...]]:
         load_weights(model, source, arch, groups)
         yield model, source, arch, groups
     finally:
-        parallel_state.destroy_model_parallel()
+        leave_layout()
 
 
 def _tokens(vocab: int) -> Any:

@@ -17,7 +17,6 @@ from unittest.mock import patch
 
 import pytest
 import torch
-from megatron.core import parallel_state
 from torch import Tensor
 
 from megatron_branch.config import Config, make_config
@@ -34,6 +33,7 @@ from tests.harness import run_ranks
 from tests.parity.hf_reference import backward, load
 from tests.parity.steps import Case, Numbers, compute, relative, worst_gradient
 from tests.tiny import write_tiny_model
+from tests.worlds import leave_layout
 
 Layout = tuple[int, int, int, int]  # tp, cp, pp, dp
 LAYOUTS: dict[str, Layout] = {"dp": (1, 1, 1, 2), "cp": (1, 2, 1, 1), "tp": (2, 1, 1, 1), "pp": (1, 1, 2, 1)}
@@ -104,7 +104,7 @@ def train(run: Run, model: Path, steps: Sequence[list[Rollout]]) -> Trained:
     worker, host = trainer.worker, trainer.host
     weights = dict(gather_full(worker.model, worker.arch, groups, host.weight, dtype=torch.float32))
     trainer.host.engine.destroy()
-    parallel_state.destroy_model_parallel()
+    leave_layout()
     return Trained(weights, norms)
 
 
@@ -143,7 +143,7 @@ def bfloat16_step(run: Run, model: Path, rollouts: list[Rollout]) -> tuple[Numbe
     norm = host.step(number=1, total_steps=1)[1]
     weights.append(dict(whole(host.weight)))
     host.engine.destroy()
-    parallel_state.destroy_model_parallel()
+    leave_layout()
     return exact, Numbers(gradients=gradients, grad_norm=norm), weights
 
 

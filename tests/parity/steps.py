@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from megatron.core import parallel_state
 from torch import Tensor
 
 from megatron_branch.config import Config, make_config
@@ -26,6 +25,7 @@ from megatron_branch.objective.reduce import reduce_losses
 from megatron_branch.rollouts.record import Rollout
 from megatron_branch.state.bytes import ByteCount
 from megatron_branch.state.predict import predict_state, state_sizes
+from tests.worlds import leave_layout
 
 
 @dataclass(frozen=True)
@@ -106,7 +106,7 @@ def in_layout(case: Case, compute: Callable[[Worker], Any]) -> Any:
         config = case.config()
         return compute(Worker(config, check_model(config), groups=groups, device=device, timers=untimed))
     finally:
-        parallel_state.destroy_model_parallel()
+        leave_layout()
 
 
 def compute(case: Case, rollouts: Sequence[Rollout]) -> Numbers:

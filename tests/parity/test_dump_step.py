@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
-from megatron.core import parallel_state
 from safetensors.torch import load_file
 
 from megatron_branch.config import Config
@@ -17,6 +16,7 @@ from tests.harness import run_ranks
 from tests.parity.hf_reference import Reference, reference
 from tests.parity.steps import Numbers, worst_gradient, worst_logprob
 from tests.tiny import write_tiny_model
+from tests.worlds import leave_layout
 from tools.dump_step import configure, parse
 
 ROLLOUTS = odd_rollouts(97, 0)
@@ -52,7 +52,7 @@ def dumps(model: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Pa
 def dump_all(calls: Sequence[tuple[Config, str, bool]]) -> None:
     for call in calls:
         dump_step(*call)
-        parallel_state.destroy_model_parallel()
+        leave_layout()
 
 
 @pytest.mark.parametrize("command", COMMANDS)

@@ -7,13 +7,13 @@ from itertools import product
 from pathlib import Path
 
 import pytest
-from megatron.core import parallel_state
 
 from megatron_branch.engine.dump import dump_step
 from megatron_branch.rollouts.synthetic import odd_rollouts, write_rollouts
 from tests.harness import run_ranks
 from tests.parity.steps import Case, Numbers, compute_all, worst_gradient
 from tests.tiny import write_tiny_model
+from tests.worlds import leave_layout
 
 LAYOUTS = {1: [(1, 1, 1, 1)], 2: [(1, 2, 1, 1), (1, 1, 2, 1)], 4: [(2, 1, 2, 1)]}
 RECOMPUTE = (("old_logprobs", "recompute"),)
@@ -33,7 +33,7 @@ def compute_and_dump(cases: list[Case], rollouts: Path, out: Path) -> list[Numbe
     config = case.config()
     config = config.model_copy(update={"data": config.data.model_copy(update={"rollouts": rollouts})})
     dump_step(config, str(out), False)
-    parallel_state.destroy_model_parallel()
+    leave_layout()
     return compute_all(cases, odd_rollouts(97, 0))
 
 
