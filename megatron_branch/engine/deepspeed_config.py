@@ -32,6 +32,9 @@ REFUSED: dict[str, str] = {
     "activation_checkpointing": "prefix activations are kept by the state store; branch.activations sets how",
     "prescale_gradients": "every denominator is computed once in the plan",
     "gradient_predivide_factor": "every denominator is computed once in the plan",
+    "data_types": "gradients of low-precision models are accumulated in float32 here, and handed over once a step",
+    "zero_allow_untested_optimizer": "every optimizer that optimizer.name can be is allowed",
+    "checkpoint": "checkpoints are set by checkpoint.every_steps, at_end, keep",
     "managed_gradient_accumulation": "a tree of any number of passes is one optimizer step",
 }
 
@@ -41,11 +44,8 @@ PASSED = (
     "gradient_clipping",
     "bf16",
     "communication_data_type",
-    "data_types",
-    "zero_allow_untested_optimizer",
     "zero_force_ds_cpu_optimizer",
     "aio",
-    "checkpoint",
     "comms_logger",
     "steps_per_print",
     "memory_breakdown",

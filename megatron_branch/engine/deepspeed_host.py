@@ -103,7 +103,7 @@ class DeepSpeedHost:
         settings = engine_settings(config, deepspeed_content or {})
         if self.stage == 0:
             # Without ZeRO DeepSpeed clips by another norm than the whole model's: in float32 it leaves out what
-            # tensor-parallel ranks replicate on all pipeline stages but the first, and counts the tied embedding's copy;
+            # tensor-parallel ranks replicate on all stages but the first, and counts the tied embedding's copy;
             # in bfloat16 the ranks of a model clip by different norms. So `step` clips.
             settings["gradient_clipping"] = 0.0
         self.engine, self._optimizer, _, _ = deepspeed.initialize(
@@ -114,13 +114,15 @@ class DeepSpeedHost:
             dist_init_required=False,
         )
         self._gradients = Gradients(self.engine.module, groups)
-        self._dtype = next(model.parameters()).dtype
 
     @contextmanager
     def accumulate(self) -> Iterator[None]:
         """Passes inside belong to one optimizer step; on exit DeepSpeed holds the reduced gradients.
 
         After an exception the engine must not step; the next `accumulate` starts clean.
+
+        Raises:
+            FloatingPointError: a gradient is not finite (on every rank alike).
         """
         self._gradients.start()
         failed = True
@@ -131,6 +133,7 @@ class DeepSpeedHost:
                         yield
                         timing.enter_context(self._timers("optimizer"))
                         self._gradients.finish()
+                        self._refuse_non_finite()
                         self._hand_over()
                         failed = False
                     finally:
@@ -142,6 +145,14 @@ class DeepSpeedHost:
             if failed:
                 self.engine.zero_grad()
 
+    def _refuse_non_finite(self) -> None:
+        """Raise on every rank, before any weight changes, when a gradient of any rank is not a number."""
+        if not self._gradients.finite():
+            raise FloatingPointError(
+                "a gradient is NaN or infinite; no weight was changed. Look at the step's advantages and old log-probs "
+                "(a ratio overflows where they are far from the model's), at optimizer.lr and at model.dtype"
+            )
+
     def _hand_over(self) -> None:
         """Make every parameter's sum its `.grad`, in the parameter's dtype, on every rank: DeepSpeed reduces those."""
         for name, parameter in self.engine.module.named_parameters():
@@ -150,7 +161,8 @@ class DeepSpeedHost:
                 continue
             with self._whole(parameter):
                 parameter.grad = total.to(parameter.dtype)
-        self._gradients.release_sums()
+            del total
+            self._gradients.release(name)
 
     def gradient(self, name: str, parameter: nn.Parameter) -> Tensor:
         """This rank's shard of a parameter's reduced gradient, between `accumulate` and `step` (collective)."""
@@ -160,8 +172,7 @@ class DeepSpeedHost:
 
     def grad_norm(self) -> float:
         """L2 norm over the whole model of the reduced gradients (collective), before clipping."""
-        whole = {name: self.gradient(name, p).clone() for name, p in self.engine.module.named_parameters()}
-        return global_norm(self.engine.module, self._groups, whole)
+        return global_norm(self.engine.module, self._groups, self.gradient)
 
     def step(self, *, number: int, total_steps: int) -> tuple[float, float]:
         """Clip and update.

@@ -11,6 +11,7 @@ Always true, after `finish` and the data-parallel sum:
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 import torch
 import torch.distributed as dist
@@ -87,9 +88,17 @@ class Gradients:
             gradient = self._sums[name] = _zeros(self._parameters[name])
         return gradient
 
-    def release_sums(self) -> None:
-        """Free the buffers, whose content the host has taken over."""
-        self._sums.clear()
+    def release(self, name: str) -> None:
+        """Free one buffer, whose content the host has taken over."""
+        self._sums.pop(name, None)
+
+    def finite(self) -> bool:
+        """Whether every rank's gradients are free of NaN and infinity (collective over all ranks)."""
+        bad = [~torch.isfinite(total).all() for name in self._parameters if (total := self.of(name)) is not None]
+        count = torch.stack(bad).sum() if bad else torch.zeros((), dtype=torch.int64)
+        count = count.to(next(iter(self._parameters.values())).device)
+        dist.all_reduce(count)
+        return count.item() == 0
 
     def names(self) -> tuple[str, ...]:
         """All trainable parameters, in the model's order."""
@@ -106,18 +115,24 @@ def _zeros(parameter: nn.Parameter) -> Tensor:
     return torch.zeros(shape, dtype=torch.float32 if _low(parameter) else parameter.dtype, device=parameter.device)
 
 
-def global_norm(model: nn.Module, groups: Groups, gradients: dict[str, Tensor]) -> float:
+def global_norm(model: nn.Module, groups: Groups, gradient: Callable[[str, nn.Parameter], Tensor]) -> float:
     """L2 norm over the whole model of gradients that are already summed over data-parallel ranks.
 
     Every parameter counts once: shards on their own rank, replicated ones on tensor-parallel rank 0, the embedding's
     copy on the last stage not at all.
+
+    Args:
+        model: this rank's shard.
+        groups: the axes.
+        gradient: this rank's shard of a parameter's gradient; may be collective over the ranks that hold the same
+            shard.
     """
     total = torch.zeros((), dtype=torch.float64)
     for name, parameter in model.named_parameters():
         shared = not getattr(parameter, "tensor_model_parallel", False) and groups.tp.rank != 0
         if shared or getattr(parameter, "tied_copy", None) is True:
             continue
-        total += gradients[name].double().square().sum().cpu()
+        total += torch.linalg.vector_norm(gradient(name, parameter), dtype=torch.float64).square().cpu()
     total = total.to(next(model.parameters()).device)
     dist.all_reduce(total, group=groups.model.group)
     return math.sqrt(total.item())

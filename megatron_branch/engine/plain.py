@@ -43,5 +43,4 @@ class PlainHost:
 
     def grad_norm(self) -> float:
         """L2 norm over the whole model (collective)."""
-        whole = {name: self._gradients.or_zero(name) for name in self._gradients.names()}
-        return global_norm(self._model, self._groups, whole)
+        return global_norm(self._model, self._groups, self.gradient)

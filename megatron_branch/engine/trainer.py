@@ -67,6 +67,18 @@ class StepReport:
     grad_norm: float
 
 
+def _event() -> torch.cuda.Event:
+    """A mark in the device's work so far."""
+    event = torch.cuda.Event(enable_timing=True)
+    event.record()
+    return event
+
+
+def _event_seconds(start: torch.cuda.Event, end: torch.cuda.Event) -> float:
+    end.synchronize()
+    return start.elapsed_time(end) / 1000.0
+
+
 class Trainer:
     """Everything a rank trains with.
 
@@ -89,8 +101,7 @@ class Trainer:
     ) -> None:
         self.config, self.groups, self.device = config, groups, device
         torch.manual_seed(config.seed)
-        sync = torch.cuda.synchronize if device.type == "cuda" else None
-        self.timers = Timers(sync)
+        self.timers = Timers() if device.type == "cpu" else Timers(_event, seconds=_event_seconds)
         self.worker = Worker(config, checked, groups=groups, device=device, timers=self.timers)
         self.host = DeepSpeedHost(
             self.worker.model,
@@ -137,8 +148,8 @@ class Trainer:
     ) -> None:
         """Plan, run, checkpoint where due, and log the row, also when the checkpoint fails."""
         self._doing = "planning"
-        planned = self._plan(rollouts, number, tracker)
         with self.timers("step"):
+            planned = self._plan(rollouts, number, tracker)
             report = self._tracked_step(planned, number, total_steps, tracker)
         self._doing = "metrics"
         seconds = self.timers.take()

@@ -180,7 +180,7 @@ class Runner:
             output, loss_function = self.forward_step(PassInput(unit, tensors, descriptor), stage_input)
             self._report(unit, tensors, output, loss_function, reports)
         if self.link.next is not None:
-            self.link.send_forward(output)
+            self.link.send_forward(unit.index, output, one_way=forward_only)
 
     def _tail(self, unit: Unit, tensors: UnitTensors, forward_only: bool, reports: list[Any]) -> None:
         descriptor = self._describe(unit, tensors, head=True)
@@ -189,36 +189,38 @@ class Runner:
             output, loss_function = self.forward_step(PassInput(unit, tensors, descriptor), stage_input)
             loss = self._report(unit, tensors, output, loss_function, reports)
         if self.link.next is not None:
-            self.link.send_forward(output)
+            self.link.send_forward(unit.index, output, one_way=forward_only)
             if not forward_only:
                 self._in_flight[unit.index] = _InFlight(stage_input, output)
         elif not forward_only:
             assert loss is not None, "a tail carries loss"
             (loss * self.loss_scale).backward()
-            self._send_gradient(stage_input)
+            self._send_gradient(unit, stage_input)
 
     def _tail_backward(self, unit: Unit) -> None:
         flight = self._in_flight.pop(unit.index)
-        torch.autograd.backward(flight.output, self.link.receive_backward(flight.output.shape[0]))
-        self._send_gradient(flight.stage_input)
+        torch.autograd.backward(flight.output, self.link.receive_backward(unit.index, flight.output.shape[0]))
+        self._send_gradient(unit, flight.stage_input)
 
     def _replay(self, unit: Unit, tensors: UnitTensors, reports: list[Any]) -> None:
         page = self.store.page(unit.index)
         descriptor = self._describe(unit, tensors, head=True)
         descriptor.roots = {}
         stage_input = self._differentiable(page.stage_input, True)
-        output, loss_function = self.forward_step(PassInput(unit, tensors, descriptor), stage_input)
-        loss = self._report(unit, tensors, output, loss_function, reports)
-        ends, seeds = _state_seeds(page, descriptor)
-        descriptor.roots = None  # the graph holds the descriptor: with the roots in it, it would hold itself for ever
+        try:
+            output, loss_function = self.forward_step(PassInput(unit, tensors, descriptor), stage_input)
+            loss = self._report(unit, tensors, output, loss_function, reports)
+            ends, seeds = _state_seeds(page, descriptor)
+        finally:
+            descriptor.roots = None  # the graph holds the descriptor, and through the roots would hold itself for ever
         if self.link.next is not None:
             ends.append(output)
-            seeds.append(self.link.receive_backward(tensors.shard.local))
+            seeds.append(self.link.receive_backward(unit.index, tensors.shard.local))
         elif loss is not None:
             ends.append(loss * self.loss_scale)
             seeds.append(None)
         torch.autograd.backward(ends, seeds)
-        self._send_gradient(stage_input)
+        self._send_gradient(unit, stage_input)
 
     def _idle(self, tensors: UnitTensors, forward_only: bool, *, backward: bool) -> None:
         """The collectives of a capture, or of a tail or replay, with a loss over no entries."""
@@ -242,10 +244,10 @@ class Runner:
     def _differentiable(stage_input: Tensor | None, wanted: bool) -> Tensor | None:
         return stage_input.detach().requires_grad_() if stage_input is not None and wanted else stage_input
 
-    def _send_gradient(self, stage_input: Tensor | None) -> None:
+    def _send_gradient(self, unit: Unit, stage_input: Tensor | None) -> None:
         if stage_input is not None:
             assert stage_input.grad is not None
-            self.link.send_backward(stage_input.grad)
+            self.link.send_backward(unit.index, stage_input.grad)
 
 
 def _state_seeds(page: Page, descriptor: PassDescriptor) -> tuple[list[Tensor], list[Tensor | None]]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import Any
 
 from megatron_branch.tracking.metrics import PHASES
 
@@ -12,16 +13,20 @@ from megatron_branch.tracking.metrics import PHASES
 class Timers:
     """Seconds by phase since the last `take`: `with timers("capture"): ...`.
 
-    Phases may nest (`step` holds all others); a phase does not nest in itself.
+    Phases may nest (`step` holds others); a phase does not nest in itself. A block only takes a mark when it starts and
+    when it ends: it never waits for a device, because a stage that waited for its pending sends could keep the next
+    stage from receiving. With device events as marks, `take` reads them once the step is over.
     """
 
     def __init__(
-        self, sync: Callable[[], object] | None = None, *, clock: Callable[[], float] = time.monotonic
+        self,
+        mark: Callable[[], Any] = time.monotonic,
+        *,
+        seconds: Callable[[Any, Any], float] = lambda start, end: end - start,
     ) -> None:
-        """`sync` waits for the device, so that its work counts in the phase that started it; None: no device."""
-        self._sync = sync
-        self._clock = clock
-        self._seconds: dict[str, float] = {}
+        """`mark` notes a moment, `seconds` is the time between two of them; it is called in `take` only."""
+        self._mark, self._between = mark, seconds
+        self._spans: dict[str, list[tuple[Any, Any]]] = {}
         self._open: set[str] = set()
 
     @contextmanager
@@ -30,19 +35,18 @@ class Timers:
         assert phase in PHASES, f"phase {phase!r} is not declared: {', '.join(PHASES)}"
         assert phase not in self._open, f"phase {phase!r} is already being timed"
         self._open.add(phase)
-        start = self._now()
+        start = self._mark()
         try:
             yield
         finally:
             self._open.discard(phase)
-            self._seconds[phase] = self._seconds.get(phase, 0.0) + self._now() - start
+            self._spans.setdefault(phase, []).append((start, self._mark()))
 
     def take(self) -> dict[str, float]:
         """Seconds by metric key (`timing_s/PHASE`) of the phases that ran; starts again from zero."""
-        seconds, self._seconds = self._seconds, {}
-        return {f"timing_s/{phase}": seconds[phase] for phase in PHASES if phase in seconds}
-
-    def _now(self) -> float:
-        if self._sync is not None:
-            self._sync()
-        return self._clock()
+        spans, self._spans = self._spans, {}
+        return {
+            f"timing_s/{phase}": sum(self._between(start, end) for start, end in spans[phase])
+            for phase in PHASES
+            if phase in spans
+        }

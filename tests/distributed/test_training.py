@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -271,6 +272,36 @@ def test_an_exception_in_a_tree_leaves_nothing_behind(model: Path, stage: int) -
     """The first step raises after some passes have added gradients; the next ones are as if it had not been."""
     runs = [Run("failing", (1, 1, 1, 1), stage, SGD, fail_at=at) for at in (2, 9, 17)]
     check(model, runs, STEPS[:2])
+
+
+def non_finite_steps(stages: Sequence[int], model: Path, rollouts: list[Rollout]) -> list[bool]:
+    """Per stage: a step with an overflowing ratio raises on this rank, and leaves every weight as it was."""
+    kept = []
+    for stage in stages:
+        run = Run("overflow", LAYOUTS["dp"], stage, SGD)
+        groups = build_groups(dp=2, cp=1, tp=1, pp=1)
+        config = run.config(model)
+        trainer = Trainer(config, check_model(config), groups=groups, device=host_cpu.enter(), deepspeed_content={})
+        whole = partial(gather_full, trainer.worker.model, trainer.worker.arch, groups, dtype=torch.float32)
+        before = dict(whole(trainer.host.weight))
+        with pytest.raises(FloatingPointError, match="no weight was changed"):
+            trainer.step(trainer.worker.plan(rollouts), number=1, total_steps=1)
+        after = dict(whole(trainer.host.weight))
+        kept.append(all(torch.equal(before[name], after[name]) for name in before))
+        trainer.host.engine.destroy()
+        leave_layout()
+    return kept
+
+
+def test_a_gradient_that_is_not_finite_changes_no_weight(model: Path) -> None:
+    """A ratio that overflows under a negative advantage is not clipped; one rank has it, both ranks say so."""
+    rollouts = STEPS[0]
+    bad = next(i for i, rollout in enumerate(rollouts) if rollout.trained_tokens > 3)
+    far_off = np.where(rollouts[bad].loss_mask, -1e4, np.nan)
+    negative = np.where(rollouts[bad].loss_mask, -1.0, 0.0)
+    rollouts = [*rollouts]
+    rollouts[bad] = replace(rollouts[bad], logprobs=far_off, advantage=negative)
+    assert run_ranks(2, non_finite_steps, range(4), model, rollouts, timeout_s=200) == [[True] * 4] * 2
 
 
 def test_gradient_accumulation_of_deepspeed_is_refused_by_name(model: Path, tmp_path: Path) -> None:

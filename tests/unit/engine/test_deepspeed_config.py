@@ -29,6 +29,8 @@ REFUSED = {
     "optimizer": ({"optimizer": {"type": "Adam"}}, "optimizer.name"),
     "fp16": ({"fp16": {"enabled": True}}, "model.dtype"),
     "bf16 against float32": ({"bf16": {"enabled": True}}, "model.dtype = float32"),
+    "accumulation dtype": ({"data_types": {"grad_accum_dtype": "fp32"}}, "data_types"),
+    "untested optimizers": ({"zero_allow_untested_optimizer": True}, "optimizer.name"),
     "activations": ({"activation_checkpointing": {"partition_activations": True}}, "branch.activations"),
 }
 
