@@ -43,7 +43,11 @@ class Config(BaseModel):
     attention: AttentionConfig = AttentionConfig()
     steps: int | None = Field(default=None, ge=1, description="optimizer steps; null: all that `data.epochs` gives")
     seed: int = Field(default=0, ge=0, description="seed of everything random that is not data order")
-    timeout_s: float = Field(default=600.0, gt=0, description="seconds after which a collective that hangs is an error")
+    timeout_s: float = Field(
+        default=600.0,
+        gt=0,
+        description="seconds after which a collective that waits is an error; more than a step takes",
+    )
 
     @model_validator(mode="after")
     def _sections_agree(self) -> Config:

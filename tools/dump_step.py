@@ -21,6 +21,9 @@ from megatron_branch.config import Config, make_config
 from megatron_branch.engine.checked import check_model, check_rows
 from megatron_branch.engine.local_ranks import LocalRanksError, run_local_ranks
 
+# Configuration keys that the step depends on, beside those that have an option.
+READ = ("objective.", "attention.", "branch.pack_tokens", "branch.activations", "model.gguf_file", "seed", "timeout_s")
+
 
 def parse(arguments: list[str]) -> argparse.Namespace:
     """Command line."""
@@ -39,7 +42,7 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument(
         "--dtype", choices=["float64", "float32", "bfloat16"], help="default float64, float32 with --zero"
     )
-    parser.add_argument("overrides", nargs="*", metavar="key.sub=value", help="configuration keys")
+    parser.add_argument("overrides", nargs="*", metavar="key.sub=value", help=f"of {', '.join(READ)}")
     return parser.parse_args(arguments)
 
 
@@ -58,6 +61,13 @@ def configure(options: argparse.Namespace) -> Config:
         "optimizer": {"name": "sgd", "lr": 0.0, "clip_grad": 0.0},
         "zero": {"stage": options.zero or 0},
     }
+    for override in options.overrides:
+        key = override.partition("=")[0].strip()
+        if not key.startswith(READ):
+            raise ValueError(
+                f"command line: {key} has no effect on one step without an optimizer; remove it (layout, dtype, ZeRO "
+                f"stage and gradient are options of the tool; {', '.join(READ)} can be set)"
+            )
     return make_config(values, options.overrides, source="command line")
 
 

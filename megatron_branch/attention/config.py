@@ -13,5 +13,6 @@ class AttentionConfig(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
     backend: Literal["auto", "aten"] = Field(
-        default="auto", description="attention kernels; auto: the fastest available for the device and the dtype"
+        default="auto",
+        description="attention kernels; aten: FlashAttention inside PyTorch, on CPUs and GPUs; auto: the same",
     )

@@ -41,7 +41,8 @@ def save_checkpoint(host: DeepSpeedHost, folder: Path, *, step: int, state: dict
     if dist.get_rank() == 0:
         for path in (folder / partial).rglob("*"):
             _sync(path)
-        shutil.rmtree(folder / name, ignore_errors=True)
+        for replaced in (folder / name, export_folder(folder / name)):
+            shutil.rmtree(replaced, ignore_errors=True)
         os.rename(folder / partial, folder / name)
         pointer = folder / ".latest.partial"
         pointer.write_text(name + "\n", encoding="utf-8")
