@@ -302,7 +302,13 @@ DUMP_CASES: dict[str, Case] = {
 def test_dump_step_refuses_in_one_line(world: World) -> None:
     usual = ["--model", str(world.folder / "model"), "--rollouts", str(world.folder / "good.jsonl")]
     usual += ["--out", str(world.folder / "g.safetensors")]
-    every = call("tools/dump_step.py", [[*usual, *make(world)] for make, _ in DUMP_CASES.values()])
+    options = {"data.rollouts": "--rollouts", "model.path": "--model"}
+    arguments = []
+    for make, _ in DUMP_CASES.values():
+        pairs = [word.partition("=") for word in make(world)]
+        changed = [[options[key], value] if key in options else [key + sign + value] for key, sign, value in pairs]
+        arguments.append([*usual, *(word for words in changed for word in words)])
+    every = call("tools/dump_step.py", arguments)
     for (name, (_, fragments)), found in zip(DUMP_CASES.items(), every, strict=True):
         assert (found["code"], found["out"], found["loaded"]) == (1, "", []), (name, found)
         assert found["err"].count("\n") == 1, (name, found["err"])
