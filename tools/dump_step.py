@@ -61,6 +61,7 @@ def configure(options: argparse.Namespace) -> Config:
         "optimizer": {"name": "sgd", "lr": 0.0, "clip_grad": 0.0},
         "zero": {"stage": options.zero or 0},
     }
+    config = make_config(values, options.overrides, source="command line")  # first: it knows close names
     for override in options.overrides:
         key = override.partition("=")[0].strip()
         if not key.startswith(READ):
@@ -68,7 +69,7 @@ def configure(options: argparse.Namespace) -> Config:
                 f"command line: {key} has no effect on one step without an optimizer; remove it (layout, dtype, ZeRO "
                 f"stage and gradient are options of the tool; {', '.join(READ)} can be set)"
             )
-    return make_config(values, options.overrides, source="command line")
+    return config
 
 
 def check_out(out: Path) -> None:

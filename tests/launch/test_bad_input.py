@@ -288,6 +288,7 @@ DUMP_CASES: dict[str, Case] = {
         ("parallel.pp=2", "the model's 1 layer", "set parallel.pp to 1"),
     ),
     "unknown key": (lambda w: ("branch.chunk=8",), ("branch.chunk: unknown key", "did you mean")),
+    "key of training": (lambda w: ("optimizer.lr=1",), ("optimizer.lr has no effect", "remove it")),
     "no ranks": (lambda w: ("--dp", "0"), ("parallel.dp = 0", "greater than or equal to 1")),
     "ZeRO-3 with stages": (lambda w: ("--zero", "3", "--pp", "2"), ("zero.stage=3", "parallel.pp=2", "set zero.stage")),
     "ZeRO with float64": (lambda w: ("--zero", "1", "--dtype", "float64"), ("--zero 1", "float32", "leave one")),
