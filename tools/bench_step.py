@@ -6,7 +6,7 @@ Outputs: a table, and with --json FILE an object whose `cases` list has P, N, R,
 bound, share_of_bound, peak_bytes. A ratio is dense time over the mode's time, both the fastest of --repeats
 interleaved runs; the bound is dense FLOPs over executed FLOPs by plan/cost.py, which counts every layer whole: a mode
 that leaves out the last layer of a loss-free prefix can pass it. peak_bytes is the peak resident size of the process in
-that mode, from one more run after all timings, with an allocator that returns freed memory at once.
+that mode, from one more run in a fresh process, with an allocator that returns freed memory at once.
 
 No optimizer step is timed: it is the same for all modes.
 """
@@ -17,6 +17,7 @@ import argparse
 import ctypes
 import gc
 import json
+import multiprocessing
 import platform
 import sys
 import time
@@ -114,13 +115,17 @@ class Bench:
         """All modes of every case: first the times, interleaved, then the peaks."""
         steps = {case: self._plan(case, modes) for case in cases}
         seconds = {case: self._times(steps[case]) for case in cases}
-        _return_freed_memory()
-        peaks = {(case, mode): self._peak(steps[case][mode]) for case in cases for mode in modes}
+        with multiprocessing.get_context("spawn").Pool(1) as fresh:
+            peaks = fresh.apply(measure_peaks, (self.options, cases, modes))
         return [
             self._row(case, mode, steps[case][mode], seconds[case], peaks[case, mode])
             for case in cases
             for mode in modes
         ]
+
+    def peaks(self, cases: Sequence[tuple[int, int, int]], modes: Sequence[str]) -> dict[Any, int]:
+        """Peak bytes by case and mode."""
+        return {(case, mode): self._peak(self._plan(case, [mode])[mode]) for case in cases for mode in modes}
 
     def _plan(self, case: tuple[int, int, int], modes: Sequence[str]) -> dict[str, Any]:
         from megatron_branch.rollouts.synthetic import SyntheticSpec, synthetic_rollouts
@@ -165,6 +170,17 @@ class Bench:
         bound = plan_flops(step.plan, step.trees, self.worker.arch.shape()).bound
         ratio = seconds["dense"] / seconds[mode]
         return BenchCase(*case, mode, seconds[mode], seconds["dense"], ratio, bound, ratio / bound, peak_bytes)
+
+
+def measure_peaks(
+    options: argparse.Namespace, cases: Sequence[tuple[int, int, int]], modes: Sequence[str]
+) -> dict[Any, int]:
+    """In a process that has run nothing else: memory freed by earlier runs would count."""
+    from megatron_branch.engine.quiet import silence_missing_accelerators
+
+    silence_missing_accelerators()
+    _return_freed_memory()
+    return Bench(options).peaks(cases, modes)
 
 
 def _return_freed_memory() -> None:
