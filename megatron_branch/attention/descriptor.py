@@ -22,7 +22,7 @@ class PassDescriptor:
     """One pass over one unit.
 
     Attributes:
-        positions: absolute position of each local token, int64 `[t]` (padding continues past the end).
+        positions: absolute position of each local token, int64 `[t]` (padding repeats the last one).
         shard: which tokens of the unit are here, and the attention calls inside it.
         context: pages of the prefix units on the path, root first.
         kernel: the attention kernel.
@@ -30,7 +30,7 @@ class PassDescriptor:
         capture: the page to fill; None when the pass is not a capture.
         roots: for a replay, collects each layer's keys and values `[t, G, D]` as graph tensors: the page's own adjoint
             enters the backward there. None when the pass is not a replay.
-        state_only: nothing after the last layer's keys and values is needed (a unit without loss on the last stage).
+        state_only: nothing after the last layer's keys and values is needed: the last stage, and no head to run.
         head: where the head runs; None on other stages than the last, and for a unit without loss.
     """
 

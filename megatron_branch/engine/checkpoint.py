@@ -13,6 +13,7 @@ from typing import Any
 import torch.distributed as dist
 
 from megatron_branch.engine.deepspeed_host import DeepSpeedHost
+from megatron_branch.engine.durable import sync
 
 PREFIX = "global_step_"
 
@@ -40,15 +41,15 @@ def save_checkpoint(host: DeepSpeedHost, folder: Path, *, step: int, state: dict
     dist.barrier()
     if dist.get_rank() == 0:
         for path in (folder / partial).rglob("*"):
-            _sync(path)
+            sync(path)
         for replaced in (folder / name, export_folder(folder / name)):
             shutil.rmtree(replaced, ignore_errors=True)
         os.rename(folder / partial, folder / name)
         pointer = folder / ".latest.partial"
         pointer.write_text(name + "\n", encoding="utf-8")
-        _sync(pointer)
+        sync(pointer)
         os.replace(pointer, folder / "latest")
-        _sync(folder)
+        sync(folder)
         if keep is not None:
             for old in outdated(folder, step=step, keep=keep):
                 shutil.rmtree(old)
@@ -70,11 +71,3 @@ def outdated(folder: Path, *, step: int, keep: int) -> list[Path]:
     found = [path.name.removeprefix(PREFIX) for path in folder.iterdir() if path.name.startswith(PREFIX)]
     steps = sorted(int(number) for number in found if number.isdigit() and int(number) <= step)
     return [folder / f"{PREFIX}{number}" for number in steps[:-keep]]
-
-
-def _sync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

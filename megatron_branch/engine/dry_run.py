@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from megatron_branch.config import Config
 from megatron_branch.engine.checked import check_run
-from megatron_branch.engine.outlook import outlook
+from megatron_branch.engine.outlook import fullest_rank, outlook
 from megatron_branch.plan.build import make_plan
 from megatron_branch.plan.limits import Layout
 from megatron_branch.tracking.console import bytes_text
@@ -48,6 +48,6 @@ def dry_run(config: Config, *, world_size: int | None) -> str:
         f"bubble {100 * view.simulation.bubble_fraction:.1f} %, speed-up bound by FLOPs x{view.flops.bound:.2f}; "
         f"steps in all: {len(data.steps)}"
     )
-    kinds = ", ".join(f"{kind} {bytes_text(size)}" for kind, size in view.peak_bytes.items())
+    kinds = ", ".join(f"{kind} {bytes_text(size)}" for kind, size in fullest_rank(config, checked.arch, plan).items())
     lines.append(f"state on the fullest rank, peak by kind: {kinds}")
     return "\n".join(lines)

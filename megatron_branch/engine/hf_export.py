@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import json
-import os
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,6 +16,7 @@ from transformers import AutoTokenizer
 
 from megatron_branch.engine.architecture import Architecture
 from megatron_branch.engine.convert import gather_full
+from megatron_branch.engine.durable import sync
 from megatron_branch.engine.families import FAMILIES
 from megatron_branch.engine.groups import Groups
 from megatron_branch.engine.hf_source import Source
@@ -102,9 +102,9 @@ def export_tensors(
     for file in partial.glob("*.safetensors"):
         shutil.copymode(partial / "config.json", file)  # safetensors makes files that only their owner may read
     for file in [*partial.iterdir(), partial]:
-        _sync(file)
+        sync(file)
     partial.rename(target)
-    _sync(target.parent)
+    sync(target.parent)
     dist.barrier()
 
 
@@ -161,11 +161,3 @@ def _write_tokenizer(source: Source, folder: Path) -> None:
     for name in _COPIED:
         if (source.folder / name).is_file():
             shutil.copyfile(source.folder / name, folder / name)
-
-
-def _sync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -29,7 +29,6 @@ class Outlook:
         topology: parallel sizes, ZeRO stage and devices in one line.
         stats: of the trees.
         plan: the step.
-        peak_bytes: predicted peak of the state by kind on the fullest rank.
         flops: dense, executed by training, and their ratio.
         executed_flops: those of a scoring pass included.
         orders: per stage, of the data-parallel rank with the most work.
@@ -40,7 +39,6 @@ class Outlook:
     topology: str
     stats: TreeStats
     plan: Plan
-    peak_bytes: Mapping[str, int]
     flops: PlanFlops
     executed_flops: float
     orders: tuple[str, ...]
@@ -99,7 +97,6 @@ def outlook(
         ),
         stats=tree_stats(trees, rollouts),
         plan=plan,
-        peak_bytes=_peak_bytes(config, arch, plan),
         flops=flops,
         executed_flops=flops.executed + scoring,
         orders=tuple(text(order, units) for order in orders),
@@ -108,8 +105,11 @@ def outlook(
     )
 
 
-def _peak_bytes(config: Config, arch: Architecture, plan: Plan) -> dict[str, int]:
-    """Predicted peak by kind on the rank whose sum is largest."""
+def fullest_rank(config: Config, arch: Architecture, plan: Plan) -> dict[str, int]:
+    """Predicted peak bytes of the state by kind, on the rank whose sum is largest.
+
+    Walks every rank's order, so it is for headers and dry runs, not for every step.
+    """
     sizes = config.parallel
     largest: tuple[int, dict[str, int]] = (0, {"state": 0, "adjoint": 0, "stage_input": 0})
     layers = stage_layers(arch, sizes.pp)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -104,17 +104,18 @@ class StepBatch:
 
     def _table(self, unit: int, entries: Entries) -> LossTable:
         weights = np.asarray(self.plan.row_weights)[entries.rollout]
+        rollouts = self.rollouts
         old = self.scored.get(unit)
         if old is None:
-            source = [r.logprobs if self.old_logprobs == "file" else None for r in self.rollouts]
-            old = self._reals(_pick(source, entries))
+            from_file = self.old_logprobs == "file"
+            old = self._reals(_pick(lambda row: rollouts[row].logprobs if from_file else None, entries))
         reference = None
-        if all(self.rollouts[index].ref_logprobs is not None for index in np.unique(entries.rollout)):
-            reference = self._reals(_pick([r.ref_logprobs for r in self.rollouts], entries))
+        if all(rollouts[row].ref_logprobs is not None for row in np.unique(entries.rollout)):
+            reference = self._reals(_pick(lambda row: rollouts[row].ref_logprobs, entries))
         return LossTable(
             entry_row=self._tensor(entries.row),
             weight_E=self._reals(weights),
-            advantage_E=self._reals(_pick(self.advantages, entries)),
+            advantage_E=self._reals(_pick(lambda row: self.advantages[row], entries)),
             old_logp_E=old,
             ref_logp_E=reference,
         )
@@ -135,15 +136,15 @@ def _held(rows: LossRows, shard: Shard) -> tuple[np.ndarray, Ids]:
     return kept, offsets[kept]
 
 
-def _pick(source: Sequence[Reals | None], entries: Entries) -> Reals:
+def _pick(values_of: Callable[[int], Reals | None], entries: Entries) -> Reals:
     """One value per entry; NaN for a rollout that has none."""
     picked = np.full(entries.rollout.shape[0], np.nan)
     order = np.argsort(entries.rollout, kind="stable")
     rollouts, starts = np.unique(entries.rollout[order], return_index=True)
-    for index, mine in zip(
-        rollouts.tolist(), np.split(order, starts[1:]), strict=False
-    ):  # one empty part without entries
-        values = source[index]
+    ends = [*starts[1:], len(order)][: len(starts)]  # none without entries
+    for rollout, start, end in zip(rollouts.tolist(), starts, ends, strict=True):
+        values = values_of(rollout)
         if values is not None:
+            mine = order[start:end]
             picked[mine] = values[entries.token[mine]]
     return picked

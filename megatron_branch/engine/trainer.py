@@ -23,7 +23,7 @@ from megatron_branch.engine.forward_step import total
 from megatron_branch.engine.groups import Groups
 from megatron_branch.engine.hf_export import export_tensors
 from megatron_branch.engine.model_config import DTYPES
-from megatron_branch.engine.outlook import Outlook, outlook
+from megatron_branch.engine.outlook import Outlook, fullest_rank, outlook
 from megatron_branch.engine.worker import PlannedStep, Reports, Worker
 from megatron_branch.objective.reduce import actor_metrics, reduce_losses, rollout_metrics
 from megatron_branch.rollouts.record import Rollout
@@ -210,7 +210,8 @@ class Trainer:
         planned = self.worker.plan(rollouts)
         if number == 1:
             view = self._outlook(planned)
-            tracker.header(Header(view.topology, view.trees, view.peak_bytes))
+            peak_bytes = fullest_rank(self.config, self.worker.arch, planned.plan)
+            tracker.header(Header(view.topology, view.trees, peak_bytes))
             if self.config.tracking.plot_schedule and dist.get_rank() == WRITER:
                 self.config.tracking.run_dir.mkdir(parents=True, exist_ok=True)
                 view.picture(self.config.tracking.run_dir / "schedule.png")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -107,7 +106,9 @@ class Worker:
             RuntimeError: ranks planned different steps.
         """
         check_reference(list(rollouts), self.config)
-        branch = self.config.branch if gradient is None else replace_gradient(self.config, gradient).branch
+        branch = self.config.branch
+        if gradient is not None:
+            branch = branch.model_copy(update={"gradient": gradient})
         with self.timers("tree"):
             trees = build_trees(rollouts, share=branch.gradient != "dense")
         with self.timers("plan"):
@@ -199,14 +200,9 @@ class Worker:
         return [[row[token] for token in sorted(row)] for row in found]
 
 
-def replace_gradient(config: Config, gradient: str) -> Config:
-    """The same run in another gradient mode."""
-    return config.model_copy(update={"branch": config.branch.model_copy(update={"gradient": gradient})})
-
-
-def _same_on_all_ranks(text: str, device: torch.device) -> None:
-    """Raise RuntimeError on every rank unless all of them pass the same text."""
-    number = int.from_bytes(hashlib.sha256(text.encode()).digest()[:7], "big")
+def _same_on_all_ranks(fingerprint: str, device: torch.device) -> None:
+    """Raise RuntimeError on every rank unless all of them pass the same hexadecimal digest (56 bits are compared)."""
+    number = int(fingerprint[:14], 16)
     low = torch.tensor([number, -number], dtype=torch.int64, device=device)
     dist.all_reduce(low, op=dist.ReduceOp.MIN)
     if low[0].item() != -low[1].item():

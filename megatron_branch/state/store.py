@@ -3,7 +3,7 @@
 Always true:
 - pages exist only inside `with store.step():`; what is left over at its end raises and is listed;
 - an exception inside the block drops every page, so the next step starts clean;
-- inside the block weights must not change: `refuse_inside_step` is called by optimizer step, checkpoint and export.
+- inside the block weights must not change: `refuse_inside_step` is called by the optimizer step and the checkpoint.
 """
 
 from __future__ import annotations
