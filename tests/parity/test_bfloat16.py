@@ -3,8 +3,8 @@
 Same weights on all sides, rounded to bfloat16. Two readings, each of single steps:
 
 - the whole gradient of each step, and the log-probs of each step;
-- each parameter. Its error in one step is one random draw, and of a bias of 32 numbers a wide one: dense bfloat16 at tp 2
-  differs from itself at tp 1 by as much. So the ratio is that of the root mean square over draws (models and rollouts).
+- each parameter. Its error in one step is one random draw, and of a bias of 32 numbers a wide one: of dense bfloat16 it
+  is on two ranks up to 2.8 times that on one. So the ratio is that of root mean squares over draws (model, rollouts).
 
 The objective is clipped, and no token lies near a bound. At a bound the gradient jumps, and the rounding of a log-prob
 decides on which side a token falls: there plain dense bfloat16 on two ranks is up to 15 times as far from the truth as

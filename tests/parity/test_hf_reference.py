@@ -40,7 +40,8 @@ MODELS: dict[str, tuple[Family, bool, dict[str, Any] | None]] = {
 }
 # With norms in float64 nothing is left but the order of sums (rotary angles are rounded alike on both sides).
 FLOAT64 = 1e-10
-# Hugging Face rounds every norm's input to float32, 6e-8 each; over 2 layers, forward and backward, some 1e-6.
+# Hugging Face rounds every norm's input to float32, 6e-8 each; over 2 layers, forward and backward, some 1e-6. It is a
+# random draw for each model: of 40 two are beyond 2e-6 (2.2e-6 and 2.5e-6), so the mean is compared with it.
 FLOAT32_NORMS = 2e-6
 # Cutting the prefix state changes the gradients of k and v projections by far more than any rounding.
 DETACHED_DIFFERS = 0.5
@@ -66,12 +67,15 @@ def computed(folders: dict[str, Path]) -> dict[Case, Numbers]:
     return results | dict(zip(four, run_ranks(4, compute_all, four, ROLLOUTS, timeout_s=100)[0], strict=True))
 
 
-def assert_same(numbers: Numbers, truth: Reference, tolerance: float = FLOAT64) -> None:
-    as_numbers = Numbers(gradients=truth.gradients, logprobs=truth.logprobs, loss=truth.loss)
-    error, name = worst_gradient(numbers, as_numbers)
-    assert error < tolerance, name
-    assert worst_logprob(numbers, as_numbers) < tolerance
-    assert abs(numbers.loss - truth.loss) < tolerance
+def as_numbers(truth: Reference) -> Numbers:
+    return Numbers(gradients=truth.gradients, logprobs=truth.logprobs, loss=truth.loss)
+
+
+def assert_same(numbers: Numbers, truth: Reference) -> None:
+    error, name = worst_gradient(numbers, as_numbers(truth))
+    assert error < FLOAT64, name
+    assert worst_logprob(numbers, as_numbers(truth)) < FLOAT64
+    assert abs(numbers.loss - truth.loss) < FLOAT64
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -83,10 +87,18 @@ def test_dense_and_exact_are_hugging_face(folders: dict[str, Path], computed: di
     assert worst_logprob(detached, Numbers(logprobs=truth.logprobs)) < FLOAT64
 
 
-@pytest.mark.parametrize("name", ["llama-linear", "qwen2", "qwen3-yarn"])
-def test_untouched_hugging_face(folders: dict[str, Path], computed: dict[Case, Numbers], name: str) -> None:
-    truth = reference(folders[name], ROLLOUTS, float32_norms=True)
-    assert_same(computed[Case(folders[name])], truth, FLOAT32_NORMS)
+def test_untouched_hugging_face(folders: dict[str, Path], computed: dict[Case, Numbers]) -> None:
+    """What is left are its own casts: it is as far from us as from itself with norms in float64, on every model."""
+    distances = []
+    for folder in folders.values():
+        untouched, ideal = (as_numbers(reference(folder, ROLLOUTS, float32_norms=casts)) for casts in (True, False))
+        own, _ = worst_gradient(ideal, untouched)
+        for mode in ("dense", "exact"):
+            mine = computed[Case(folder, gradient=mode)]
+            assert abs(worst_gradient(mine, untouched)[0] - own) < FLOAT64, folder
+            assert abs(worst_logprob(mine, untouched) - worst_logprob(ideal, untouched)) < FLOAT64, folder
+        distances.append(own)
+    assert 1e-8 < sum(distances) / len(distances) < FLOAT32_NORMS
 
 
 @pytest.mark.parametrize("name", ["llama-tied", "qwen2", "qwen3-yarn"])
