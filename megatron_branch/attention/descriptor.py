@@ -6,6 +6,8 @@ globals, so passes that are in flight together cannot read each other's.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -14,7 +16,7 @@ from torch import Tensor
 
 from megatron_branch.attention.backends import Kernel
 from megatron_branch.plan.shard import Shard
-from megatron_branch.state.page import Page
+from megatron_branch.state.page import Page, read_layer
 
 
 @dataclass(eq=False)
@@ -43,6 +45,26 @@ class PassDescriptor:
     roots: dict[int, tuple[Tensor, Tensor]] | None = None
     state_only: bool = False
     head: HeadRows | None = None
+    _descending: bool = False
+
+    @contextmanager
+    def read_state(self, layer: int, *, backward: bool) -> Iterator[tuple[tuple[Page, Tensor, Tensor], ...]]:
+        """Each page of the context with its keys and values `[P, G, D]` of a layer, on the device inside the block.
+
+        Meanwhile the layer is brought that the pass reads next: the one above in a forward, the one below in a
+        backward, also where the backward runs a layer's forward again.
+        """
+        self._descending |= backward
+        top = max((number for page in self.context for number in page.layers), default=layer) - self.state_only
+        following = layer - 1 if self._descending else layer + 1
+        with read_layer(
+            self.context,
+            layer,
+            following=following if following <= top else None,
+            adjoints=self._descending,
+            last=backward or not self._descending,
+        ) as pages:
+            yield pages
 
     def take_state(self, layer: int, k_tGD: Tensor, v_tGD: Tensor) -> None:
         """Keep what the pass must keep of a layer's keys and values (padding included) before they are attended to."""

@@ -41,20 +41,22 @@ class _Call(NamedTuple):
     local: slice
 
 
-def _calls(unit: PassDescriptor, layer: int, k_tGD: Tensor, v_tGD: Tensor) -> Iterator[_Call]:
-    """State first, so that the first call covers every query if there is any state here."""
+def _calls(unit: PassDescriptor, layer: int, k_tGD: Tensor, v_tGD: Tensor, *, backward: bool) -> Iterator[_Call]:
+    """State first, so that the first call covers every query if there is any state here, and the state may go before
+    the own tokens' calls."""
     whole = slice(0, unit.shard.tokens)
-    for page in unit.context:
-        keys = page.keys[layer]
-        if keys.shape[0]:
-            yield _Call(whole, keys, page.values[layer], False, 1, page, slice(0, 0))
+    with unit.read_state(layer, backward=backward) as pages:
+        for page, keys, values in pages:
+            if keys.shape[0]:
+                yield _Call(whole, keys, values, False, 1, page, slice(0, 0))
+    pages = ()
     for work in unit.shard.work:
         start = unit.shard.local_index(work.k_start)
         local = slice(start, start + work.k_end - work.k_start)
         yield _Call(slice(work.q_start, work.q_end), k_tGD[local], v_tGD[local], work.causal, work.count, None, local)
 
 
-def _forward(q_SHD: Tensor, calls: list[_Call], unit: PassDescriptor, scale: float) -> tuple[Tensor, Tensor]:
+def _forward(q_SHD: Tensor, calls: Iterator[_Call], unit: PassDescriptor, scale: float) -> tuple[Tensor, Tensor]:
     """Output `[S, H, D]` over this rank's keys in the accumulation dtype and log-sum-exp `[S, H]`."""
     tokens, padded = unit.shard.tokens, unit.shard.padded
     dtype = adjoint_dtype(q_SHD.dtype)
@@ -91,7 +93,7 @@ class _BranchAttention(torch.autograd.Function):
         ctx: Any, q_tHD: Tensor, k_tGD: Tensor, v_tGD: Tensor, unit: PassDescriptor, layer: int, scale: float
     ) -> Tensor:
         q_SHD = q_tHD if unit.cp_group is None else gather_pack(q_tHD, unit.cp_group)
-        out, lse = _forward(q_SHD, list(_calls(unit, layer, k_tGD, v_tGD)), unit, scale)
+        out, lse = _forward(q_SHD, _calls(unit, layer, k_tGD, v_tGD, backward=False), unit, scale)
         if unit.cp_group is not None:
             out, lse = _merge_ranks(out, lse, unit.cp_group)
         out = out.to(q_tHD.dtype)
@@ -110,7 +112,7 @@ class _BranchAttention(torch.autograd.Function):
         dtype = adjoint_dtype(q.dtype)
         dq: Tensor | None = None
         dk, dv = (torch.zeros_like(x, dtype=dtype, memory_format=torch.contiguous_format) for x in (k_tGD, v_tGD))
-        for call in _calls(unit, ctx.layer, k_tGD, v_tGD):
+        for call in _calls(unit, ctx.layer, k_tGD, v_tGD, backward=True):
             saved = Saved(q[call.q], call.k_PGD, call.v_PGD, out[call.q], lse_SH[call.q])
             part, dk_part, dv_part = unit.kernel.backward(
                 dout[call.q], saved, causal=call.causal, scale=ctx.scale, count=call.count

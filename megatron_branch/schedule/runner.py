@@ -131,6 +131,7 @@ class Runner:
                 for action, done in zip(order, freed, strict=True):
                     with nullcontext() if action.kind == "idle" else self.timers(action.kind):
                         self._act(action, source, forward_only, reports)
+                    self.store.settle()
                     for unit in done:
                         self.store.release(unit)
                     if self.progress is not None:
@@ -204,9 +205,14 @@ class Runner:
 
     def _replay(self, unit: Unit, tensors: UnitTensors, reports: list[Any]) -> None:
         page = self.store.page(unit.index)
+        with page.stage_input() as kept:
+            self._replay_from(page, self._differentiable(kept, True), unit, tensors, reports)
+
+    def _replay_from(
+        self, page: Page, stage_input: Tensor | None, unit: Unit, tensors: UnitTensors, reports: list[Any]
+    ) -> None:
         descriptor = self._describe(unit, tensors, head=True)
         descriptor.roots = {}
-        stage_input = self._differentiable(page.stage_input, True)
         try:
             output, loss_function = self.forward_step(PassInput(unit, tensors, descriptor), stage_input)
             loss = self._report(unit, tensors, output, loss_function, reports)
@@ -256,13 +262,17 @@ def _state_seeds(page: Page, descriptor: PassDescriptor) -> tuple[list[Tensor], 
     ends: list[Tensor] = []
     seeds: list[Tensor | None] = []
     for layer, pair in descriptor.roots.items():
-        for root_tGD, adjoints in zip(pair, (page.key_adjoints, page.value_adjoints), strict=True):
-            seed = torch.zeros_like(root_tGD, memory_format=torch.contiguous_format)
-            taken = 0
-            for start, end in descriptor.shard.valid:
-                if layer in adjoints:
-                    seed[start:end] = adjoints[layer][taken : taken + end - start]
-                taken += end - start
-            ends.append(root_tGD)
-            seeds.append(seed)
+        ends += pair
+        seeds += _layer_seeds(page, layer, pair, descriptor.shard)
     return ends, seeds
+
+
+def _layer_seeds(page: Page, layer: int, pair: tuple[Tensor, Tensor], shard: Shard) -> list[Tensor]:
+    seeds = [torch.zeros_like(root_tGD, memory_format=torch.contiguous_format) for root_tGD in pair]
+    with page.own_adjoint(layer) as adjoints:
+        for seed, adjoint_PGD in zip(seeds, adjoints or (), strict=adjoints is not None):
+            taken = 0
+            for start, end in shard.valid:
+                seed[start:end] = adjoint_PGD[taken : taken + end - start]
+                taken += end - start
+    return seeds

@@ -5,17 +5,24 @@ Shapes: P own tokens of the unit (this rank's share, padding excluded), G local 
 Always true:
 - a page holds exactly the tokens that its rank owns, in local order, for every layer of its stage;
 - keys are stored after the rotary embedding, so a page can be attended to in any order;
-- adjoints are float32 (float64 for a float64 model) and start as the first contribution, later ones are added in place.
+- adjoints are float32 (float64 for a float64 model) and start as the first contribution, later ones are added in place;
+- readers get a layer's tensors on the device, wherever the placement keeps them, and at most two layers of what is kept
+  elsewhere are there at a time: the one that is read and the next one in the order of the pass.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
-from megatron_branch.state.bytes import ByteCount
+from megatron_branch.state.keep import Keeper, Kept, Key
+from megatron_branch.state.partition import Replicas
+
+Pair = tuple[Tensor, ...]
 
 
 def adjoint_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -29,22 +36,24 @@ class Page:
 
     Attributes:
         unit: index of the unit, for messages.
-        count: where its bytes are counted.
+        keeper: keeps its tensors.
+        replicas: the ranks that hold the same stage input.
         differentiable: a gradient flows into it; a page of a constant unit has no adjoint.
-        keys, values: layer number to `[P, G, D]`.
-        key_adjoints, value_adjoints: likewise, in `adjoint_dtype`.
-        stage_input: hidden states that entered this pipeline stage, `[t, 1, hidden]` (t with padding); None on the
-            first stage, which embeds the token ids again.
     """
 
     unit: int
-    count: ByteCount
+    keeper: Keeper
+    replicas: Replicas
     differentiable: bool
-    keys: dict[int, Tensor] = field(default_factory=dict)
-    values: dict[int, Tensor] = field(default_factory=dict)
-    key_adjoints: dict[int, Tensor] = field(default_factory=dict)
-    value_adjoints: dict[int, Tensor] = field(default_factory=dict)
-    stage_input: Tensor | None = None
+    _state: dict[int, Kept] = field(default_factory=dict)
+    _adjoint: dict[int, Kept] = field(default_factory=dict)
+    _input: Kept | None = None
+    _input_rows: int = 0
+
+    @property
+    def layers(self) -> Sequence[int]:
+        """Numbers of the layers written so far, ascending."""
+        return tuple(self._state)
 
     def write(self, layer: int, k_PGD: Tensor, v_PGD: Tensor) -> None:
         """Store a layer's keys and values; each layer is written once.
@@ -52,29 +61,107 @@ class Page:
         Raises:
             AssertionError: the layer is there already (a recomputed forward must not append again).
         """
-        assert layer not in self.keys, f"state of unit {self.unit}, layer {layer} written twice"
-        self.keys[layer], self.values[layer] = k_PGD, v_PGD
-        self.count.add("state", k_PGD.nbytes + v_PGD.nbytes)
+        assert layer not in self._state, f"state of unit {self.unit}, layer {layer} written twice"
+        self.keeper.settle(but=layer)
+        self._state[layer] = self.keeper.keep(Key("state", self.unit, layer), (k_PGD, v_PGD))
 
     def add_adjoint(self, layer: int, dk_PGD: Tensor, dv_PGD: Tensor) -> None:
         """Add a reader's gradient in place."""
         assert self.differentiable, f"unit {self.unit} is constant, nothing may flow into it"
-        for adjoints, part in ((self.key_adjoints, dk_PGD), (self.value_adjoints, dv_PGD)):
-            if layer in adjoints:
-                adjoints[layer].add_(part)
-            else:
-                adjoints[layer] = part.to(adjoint_dtype(part.dtype), copy=True, memory_format=torch.contiguous_format)
-                self.count.add("adjoint", adjoints[layer].nbytes)
+        kept = self._adjoint.get(layer)
+        if kept is not None:
+            for total, part in zip(kept.get(), (dk_PGD, dv_PGD), strict=True):
+                total.add_(part)
+            kept.put_back()
+            return
+        first = tuple(
+            part.to(adjoint_dtype(part.dtype), copy=True, memory_format=torch.contiguous_format)
+            for part in (dk_PGD, dv_PGD)
+        )
+        self._adjoint[layer] = self.keeper.keep(Key("adjoint", self.unit, layer), first)
+
+    def prefetch(self, layer: int, *, adjoint: bool) -> None:
+        """Start to bring a layer's state, and where asked its adjoint, to the device, as far as they exist."""
+        for kept in (self._state.get(layer), self._adjoint.get(layer) if adjoint else None):
+            if kept is not None:
+                kept.prefetch()
+
+    def state(self, layer: int) -> Pair:
+        """A layer's keys and values `[P, G, D]` on the device."""
+        return self._state[layer].get()
+
+    def drop(self, layer: int) -> None:
+        """A layer is read; what was brought to the device for it may go."""
+        for kept in (self._state.get(layer), self._adjoint.get(layer)):
+            if kept is not None:
+                kept.drop()
+
+    @contextmanager
+    def own_adjoint(self, layer: int) -> Iterator[Pair | None]:
+        """A layer's adjoints `[P, G, D]` on the device, None where nothing flowed in; layers are read ascending."""
+        self.keeper.settle()
+        for near in (layer, layer + 1):
+            if near in self._adjoint:
+                self._adjoint[near].prefetch()
+        kept = self._adjoint.get(layer)
+        yield None if kept is None else kept.get()
+        if kept is not None:
+            kept.drop()
 
     def keep_input(self, hidden: Tensor) -> None:
-        """Keep the hidden states that entered this stage, the unit's only activation checkpoint."""
-        self.stage_input = hidden
-        self.count.add("stage_input", hidden.nbytes)
+        """Keep the hidden states that entered this stage, `[t, 1, hidden]`, the unit's only activation checkpoint."""
+        self._input_rows = hidden.shape[0]
+        self._input = self.keeper.keep(Key("stage_input", self.unit, 0), (self.replicas.part(hidden),))
 
-    def bytes_by_kind(self) -> dict[str, int]:
-        """Bytes that this page holds now."""
-        return {
-            "state": sum(t.nbytes for d in (self.keys, self.values) for t in d.values()),
-            "adjoint": sum(t.nbytes for d in (self.key_adjoints, self.value_adjoints) for t in d.values()),
-            "stage_input": 0 if self.stage_input is None else self.stage_input.nbytes,
-        }
+    @contextmanager
+    def stage_input(self) -> Iterator[Tensor | None]:
+        """The hidden states that were kept, whole (collective over the replicas); None on the first stage."""
+        if self._input is None:
+            yield None
+            return
+        (part,) = self._input.get()
+        if self.replicas.size == 1:
+            yield part
+            self._input.drop()
+            return
+        whole = self.replicas.whole(part, self._input_rows)
+        self.keeper.count.add("moving", whole.nbytes)
+        try:
+            self._input.drop()
+            del part
+            yield whole
+        finally:
+            self.keeper.count.add("moving", -whole.nbytes)
+
+    def free(self) -> None:
+        """Let go of everything."""
+        for kept in (*self._state.values(), *self._adjoint.values(), self._input):
+            if kept is not None:
+                kept.free()
+        self._state, self._adjoint, self._input = {}, {}, None
+
+
+@contextmanager
+def read_layer(
+    pages: Sequence[Page], layer: int, *, following: int | None, adjoints: bool, last: bool
+) -> Iterator[tuple[tuple[Page, Tensor, Tensor], ...]]:
+    """One layer of a path on the device, while the layer that is read next is on its way.
+
+    Args:
+        pages: the path.
+        layer: what is read.
+        following: the layer that is read next; None at the end of a pass.
+        adjoints: gradients will be added, so adjoints come too.
+        last: the pass reads this layer no more.
+
+    Yields:
+        each page with its keys and values `[P, G, D]`.
+    """
+    if pages:
+        pages[0].keeper.settle(but=layer)
+    for number in (layer, following):
+        for page in pages if number is not None else ():
+            page.prefetch(number, adjoint=adjoints)
+    yield tuple((page, *page.state(layer)) for page in pages)
+    for page in pages if last else ():
+        page.drop(layer)

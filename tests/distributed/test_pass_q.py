@@ -72,7 +72,8 @@ def one_case(context_sizes: tuple[int, ...], segments: tuple[int, ...], groups: 
         for page, size in zip(pages, context_sizes, strict=True):
             mine = order[start : start + size][rank::cp]
             if len(mine):
-                pairs += [(page.key_adjoints[LAYER], k.grad[mine]), (page.value_adjoints[LAYER], v.grad[mine])]
+                with page.own_adjoint(LAYER) as (dk, dv):
+                    pairs += [(dk, k.grad[mine]), (dv, v.grad[mine])]
             start += size
         worst = max(float((a - b).abs().max()) if a.numel() else 0.0 for a, b in pairs)
         for page in pages:
