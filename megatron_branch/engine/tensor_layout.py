@@ -9,6 +9,7 @@ Always true:
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -119,6 +120,14 @@ def shard_shape(entry: Entry, *, arch: Architecture, size: int) -> tuple[int, ..
     if entry.kind == "vocab":
         return (arch.padded_vocab(size) // size, *rest)
     return (sum(shape[0] for shape in entry.shapes) // size, *rest)
+
+
+def stage_elements(arch: Architecture, *, tp: int, pp: int) -> tuple[tuple[int, ...], ...]:
+    """Per pipeline stage, the number of elements of each parameter of one tensor-parallel rank."""
+    stages: list[list[int]] = [[] for _ in range(pp)]
+    for entry in model_entries(arch, pp):
+        stages[entry.stage].append(math.prod(shard_shape(entry, arch=arch, size=tp)))
+    return tuple(tuple(elements) for elements in stages)
 
 
 def _entry(arch: Architecture, row: Row, stage: int, local: int = 0, layer: int = 0) -> Entry:
