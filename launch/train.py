@@ -106,7 +106,8 @@ def train(config: Config, content: dict[str, Any], checked: Any, data: Any) -> N
     backend = "nccl" if device.type == "cuda" else "gloo"
     dist.init_process_group(backend, timeout=timedelta(seconds=config.timeout_s))
     sizes = config.parallel
-    groups = build_groups(dp=sizes.data_parallel(dist.get_world_size()), cp=sizes.cp, tp=sizes.tp, pp=sizes.pp)
+    dp = sizes.data_parallel(dist.get_world_size())
+    groups = build_groups(dp=dp, cp=sizes.cp, tp=sizes.tp, pp=sizes.pp, ulysses=sizes.ulysses)
     trainer = Trainer(config, checked, groups=groups, device=device, deepspeed_content=content)
     trainer.train(data.steps, read_s=data.read_s, left_out=data.left_out)
     dist.destroy_process_group()  # not after an error: that would wait for ranks that are gone, and before it is said

@@ -22,7 +22,10 @@ from megatron_branch.engine.checked import check_model, check_rows
 from megatron_branch.engine.local_ranks import LocalRanksError, run_local_ranks
 
 # Configuration keys that the step depends on, beside those that have an option.
-READ = ("objective.", "attention.", "branch.pack_tokens", "branch.activations", "model.gguf_file", "seed", "timeout_s")
+READ = (
+    "objective.", "attention.", "parallel.ulysses_size", "branch.pack_tokens", "branch.activations", "model.gguf_file",
+    "seed", "timeout_s",
+)  # fmt: skip
 
 
 def parse(arguments: list[str]) -> argparse.Namespace:
@@ -36,7 +39,9 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument(
         "--zero", type=int, choices=range(4), help="through DeepSpeed at this ZeRO stage; implies float32"
     )
-    parser.add_argument("--cp_mode", default="pass_q", help="context-parallel attention layout (default pass_q)")
+    parser.add_argument(
+        "--cp_mode", default="pass_q", help="pass_q or ulysses, attention over cp ranks (default pass_q)"
+    )
     parser.add_argument("--gradient", choices=["exact", "detached", "dense"], default="exact", help="default exact")
     parser.add_argument("--chunk_tokens", type=int, help="most tokens of a node in one pass (default unlimited)")
     parser.add_argument(

@@ -25,13 +25,15 @@ class PassDescriptor:
 
     Attributes:
         positions: absolute position of each local token, int64 `[t]` (padding repeats the last one).
-        shard: which tokens of the unit are here, and the attention calls inside it.
+        shard: which tokens of the unit are attended to here (those of the Ulysses group, if there is one), and the
+            attention calls inside it.
         context: pages of the prefix units on the path, root first.
         kernel: the attention kernel.
-        cp_group: the context-parallel group; None when cp = 1.
+        cp_group: the ranks that pass queries to each other; None for one rank.
+        ulysses_group: the ranks that exchange heads before and after attention; None for one rank.
         capture: the page to fill; None when the pass is not a capture.
-        roots: for a replay, collects each layer's keys and values `[t, G, D]` as graph tensors: the page's own adjoint
-            enters the backward there. None when the pass is not a replay.
+        roots: for a replay, collects each layer's keys and values `[t, G, D]` (after the exchange of heads) as graph
+            tensors: the page's own adjoint enters the backward there. None when the pass is not a replay.
         state_only: nothing after the last layer's keys and values is needed: the last stage, and no head to run.
         head: where the head runs; None on other stages than the last, and for a unit without loss.
     """
@@ -41,6 +43,7 @@ class PassDescriptor:
     context: tuple[Page, ...]
     kernel: Kernel
     cp_group: dist.ProcessGroup | None = None
+    ulysses_group: dist.ProcessGroup | None = None
     capture: Page | None = None
     roots: dict[int, tuple[Tensor, Tensor]] | None = None
     state_only: bool = False

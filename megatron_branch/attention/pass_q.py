@@ -134,19 +134,6 @@ class _BranchAttention(torch.autograd.Function):
         return dq.to(q.dtype), dk.to(q.dtype), dv.to(q.dtype), None, None, None
 
 
-def branch_attention(q_tHD: Tensor, k_tGD: Tensor, v_tGD: Tensor, unit: PassDescriptor, layer: int) -> Tensor:
-    """Attention of a unit's tokens over its context and itself; differentiable, with the context's gradient added to
-    the pages' adjoints as a side effect of the backward.
-
-    Args:
-        q_tHD: local queries after the rotary embedding.
-        k_tGD, v_tGD: local keys (after the rotary embedding) and values; H is a multiple of G.
-        unit: the pass.
-        layer: the layer's number, the key into the pages.
-
-    Returns:
-        `[t, H, D]` in the queries' dtype; rows of padding are zero.
-    """
-    unit.take_state(layer, k_tGD, v_tGD)
-    scale = q_tHD.shape[-1] ** -0.5
-    return _BranchAttention.apply(q_tHD, k_tGD, v_tGD, unit, layer, scale)
+def pass_q_attention(q_tHD: Tensor, k_tGD: Tensor, v_tGD: Tensor, unit: PassDescriptor, layer: int) -> Tensor:
+    """Attention over the context and the unit itself of the tokens and heads that are here; see `branch_attention`."""
+    return _BranchAttention.apply(q_tHD, k_tGD, v_tGD, unit, layer, q_tHD.shape[-1] ** -0.5)

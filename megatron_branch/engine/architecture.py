@@ -158,8 +158,9 @@ def architecture_from_config(config: PretrainedConfig, *, source: str) -> Archit
     )
 
 
-def check_layout(arch: Architecture, *, tp: int, pp: int) -> None:
-    """Raise ValueError, with the numbers and the remedy, unless the model can be split over `tp` and `pp` ranks."""
+def check_layout(arch: Architecture, *, tp: int, pp: int, ulysses: int = 1) -> None:
+    """Raise ValueError, with the numbers and the remedy, unless the model can be split over `tp` and `pp` ranks, and
+    its heads over Ulysses groups of `ulysses` ranks."""
     if pp > arch.layers:
         raise ValueError(
             f"parallel.pp={pp} is more than the model's {arch.layers} layers: every pipeline stage needs at least one; "
@@ -173,6 +174,19 @@ def check_layout(arch: Architecture, *, tp: int, pp: int) -> None:
                 f"parallel.tp={tp} does not divide the model's {size} {name}: each rank holds an equal share; "
                 f"set parallel.tp to one of {allowed}"
             )
+    heads, kv_heads = arch.heads // tp, arch.kv_heads // tp
+    if not _heads_divide(heads, kv_heads, ulysses):
+        allowed = ", ".join(str(n) for n in range(1, heads + 1) if _heads_divide(heads, kv_heads, n))
+        raise ValueError(
+            f"parallel.cp_mode=ulysses over {ulysses} ranks, but with parallel.tp={tp} a rank has {heads} attention "
+            f"heads and {kv_heads} KV heads: {ulysses} must divide the former, and divide the latter or be a multiple; "
+            f"set parallel.ulysses_size to one of {allowed} that divides parallel.cp, or parallel.cp_mode=pass_q"
+        )
+
+
+def _heads_divide(heads: int, kv_heads: int, ulysses: int) -> bool:
+    """Whether every rank of a Ulysses group gets equally many query heads, and whole KV heads or one replica."""
+    return heads % ulysses == 0 and (kv_heads % ulysses == 0 or ulysses % kv_heads == 0)
 
 
 def stage_layers(arch: Architecture, pp: int) -> tuple[int, ...]:

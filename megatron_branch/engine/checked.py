@@ -50,7 +50,7 @@ def check_model(config: Config) -> Checked:
     """
     source = open_source(config.model.path, config.model.gguf_file)
     arch = architecture_from_config(source.config, source=str(source))
-    check_layout(arch, tp=config.parallel.tp, pp=config.parallel.pp)
+    check_layout(arch, tp=config.parallel.tp, pp=config.parallel.pp, ulysses=config.parallel.ulysses)
     check_source(source, arch)
     return Checked(source, arch)
 

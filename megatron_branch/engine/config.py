@@ -30,7 +30,39 @@ class ParallelConfig(BaseModel):
     cp: int = Field(default=1, ge=1, description="context parallel ranks")
     pp: int = Field(default=1, ge=1, description="pipeline stages")
     dp: int | None = Field(default=None, ge=1, description="data parallel ranks; null: what the other sizes leave over")
-    cp_mode: Literal["pass_q"] = Field(default="pass_q", description="context parallel attention layout")
+    cp_mode: Literal["pass_q", "ulysses"] = Field(
+        default="pass_q",
+        description="context parallel attention; pass_q: queries visit the state, any number of heads; ulysses: each "
+        "rank attends with a share of the heads",
+    )
+    ulysses_size: int | None = Field(
+        default=None,
+        ge=1,
+        description="ranks that exchange heads with each other, a divisor of `parallel.cp`; groups of this size pass "
+        "queries to each other; null: all of `parallel.cp`; only for ulysses",
+    )
+
+    @model_validator(mode="after")
+    def _groups_divide_cp(self) -> ParallelConfig:
+        if self.ulysses_size is None:
+            return self
+        if self.cp_mode != "ulysses":
+            raise ValueError(
+                f"parallel.ulysses_size={self.ulysses_size} has no effect with parallel.cp_mode={self.cp_mode}; "
+                "remove it or set parallel.cp_mode=ulysses"
+            )
+        if self.cp % self.ulysses_size:
+            sizes = ", ".join(str(n) for n in range(1, self.cp + 1) if self.cp % n == 0)
+            raise ValueError(
+                f"parallel.ulysses_size={self.ulysses_size} does not divide parallel.cp={self.cp}: each rank is in one "
+                f"group of this size; set it to one of {sizes}"
+            )
+        return self
+
+    @property
+    def ulysses(self) -> int:
+        """Ranks that exchange heads with each other; 1: none do."""
+        return 1 if self.cp_mode == "pass_q" else self.ulysses_size or self.cp
 
     def data_parallel(self, world_size: int) -> int:
         """Number of data-parallel ranks among `world_size` ranks.

@@ -31,7 +31,7 @@ def dump_step(config: Config, out: str, through_deepspeed: bool) -> None:
     device = host_cpu.enter()
     sizes = config.parallel
     dp = sizes.data_parallel(dist.get_world_size())
-    groups = build_groups(dp=dp, cp=sizes.cp, tp=sizes.tp, pp=sizes.pp)
+    groups = build_groups(dp=dp, cp=sizes.cp, tp=sizes.tp, pp=sizes.pp, ulysses=sizes.ulysses)
     checked = check_model(config)
     rollouts = list(read_rollouts(config.data.rollouts, vocab_size=checked.arch.vocab))
     worker = Worker(config, checked, groups=groups, device=device, timers=untimed)

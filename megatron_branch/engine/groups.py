@@ -36,7 +36,11 @@ class Axis:
 @dataclass(frozen=True)
 class Groups:
     """All axes. `dp_cp` holds the replicas of each parameter; `model` (tp x pp) holds one copy of the model;
-    `embedding` joins the first and the last stage (None on other stages and when pp = 1)."""
+    `embedding` joins the first and the last stage (None on other stages and when pp = 1).
+
+    `ulysses` x `pass_q` is `cp`: consecutive ranks of `cp` exchange heads, ranks of equal place in their Ulysses groups
+    pass queries. Each is None for one rank.
+    """
 
     dp: Axis
     cp: Axis
@@ -45,6 +49,8 @@ class Groups:
     dp_cp: Axis
     model: Axis
     embedding: Axis | None
+    ulysses: Axis | None
+    pass_q: Axis | None
 
     @property
     def first_stage(self) -> bool:
@@ -60,9 +66,33 @@ def _axis(group: dist.ProcessGroup) -> Axis:
     return Axis(size=len(ranks), rank=ranks.index(dist.get_rank()), group=group, ranks=ranks)
 
 
-def build_groups(*, dp: int, cp: int, tp: int, pp: int) -> Groups:
-    """Create the groups (collective; torch.distributed must be initialised) and make Megatron's layers use them."""
+def _part_of_cp(cp: Axis, *, size: int, stride: int) -> Axis | None:
+    """The ranks `first + k * stride`, k < size, of the context-parallel axis that this rank is one of (collective)."""
+    if size == 1:
+        return None
+    if size == cp.size:
+        return cp
+    every: list[tuple[int, ...]] = [()] * dist.get_world_size()
+    dist.all_gather_object(every, cp.ranks)
+    mine = None
+    for ranks in sorted(set(every)):
+        for first in range(cp.size):
+            if first // stride % size == 0:
+                group = dist.new_group([ranks[first + k * stride] for k in range(size)])
+                if dist.get_rank() in dist.get_process_group_ranks(group):
+                    mine = _axis(group)
+    return mine
+
+
+def build_groups(*, dp: int, cp: int, tp: int, pp: int, ulysses: int = 1) -> Groups:
+    """Create the groups (collective; torch.distributed must be initialised) and make Megatron's layers use them.
+
+    Args:
+        dp, cp, tp, pp: sizes of the axes.
+        ulysses: size of the Ulysses groups, a divisor of cp.
+    """
     assert dp * cp * tp * pp == dist.get_world_size(), "see checked.check_world_size"
+    assert cp % ulysses == 0, "see ParallelConfig"
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=tp,
         pipeline_model_parallel_size=pp,
@@ -72,12 +102,15 @@ def build_groups(*, dp: int, cp: int, tp: int, pp: int) -> Groups:
     ends = None
     if pp > 1 and (parallel_state.is_pipeline_first_stage() or parallel_state.is_pipeline_last_stage()):
         ends = _axis(parallel_state.get_embedding_group())
+    context = _axis(parallel_state.get_context_parallel_group())
     return Groups(
         dp=_axis(parallel_state.get_data_parallel_group()),
-        cp=_axis(parallel_state.get_context_parallel_group()),
+        cp=context,
         tp=_axis(parallel_state.get_tensor_model_parallel_group()),
         pp=_axis(parallel_state.get_pipeline_model_parallel_group()),
         dp_cp=_axis(parallel_state.get_data_parallel_group(with_context_parallel=True)),
         model=_axis(parallel_state.get_model_parallel_group()),
         embedding=ends,
+        ulysses=_part_of_cp(context, size=ulysses, stride=1),
+        pass_q=_part_of_cp(context, size=cp // ulysses, stride=ulysses),
     )

@@ -8,13 +8,14 @@ from pathlib import Path
 
 from megatron_branch.config import Config
 from megatron_branch.engine.architecture import Architecture, stage_layers
+from megatron_branch.engine.config import ParallelConfig
 from megatron_branch.plan.cost import PlanFlops, plan_flops, unit_flops
 from megatron_branch.plan.plan import Plan
 from megatron_branch.rollouts.record import Rollout
 from megatron_branch.schedule.orders import pipeline_orders
 from megatron_branch.schedule.render import ascii_timeline, picture, text
 from megatron_branch.schedule.simulate import Simulation, simulate
-from megatron_branch.state.predict import predict_state, state_sizes
+from megatron_branch.state.predict import kv_heads_here, predict_state, state_sizes
 from megatron_branch.tree.node import Tree
 from megatron_branch.tree.stats import TreeStats, tree_stats
 
@@ -92,7 +93,7 @@ def outlook(
     orders = pipeline_orders(units, sizes.pp)
     return Outlook(
         topology=(
-            f"{world_size} {device} ranks: tp {sizes.tp}, cp {sizes.cp}, pp {sizes.pp}, dp {dp}; "
+            f"{world_size} {device} ranks: tp {sizes.tp}, cp {sizes.cp}{_cp_mode(sizes)}, pp {sizes.pp}, dp {dp}; "
             f"ZeRO {config.zero.stage}, {config.model.dtype}, gradient {plan.gradient}"
         ),
         stats=tree_stats(trees, rollouts),
@@ -103,6 +104,14 @@ def outlook(
         simulation=simulate(orders, units),
         busiest=busiest,
     )
+
+
+def _cp_mode(sizes: ParallelConfig) -> str:
+    """How attention is split over context-parallel ranks, where it is not by pass-Q alone."""
+    if sizes.ulysses == 1:
+        return ""
+    outer = f" x pass-Q {sizes.cp // sizes.ulysses}" if sizes.ulysses < sizes.cp else ""
+    return f" (Ulysses {sizes.ulysses}{outer})"
 
 
 def fullest_rank(config: Config, arch: Architecture, plan: Plan) -> dict[str, int]:
@@ -117,14 +126,14 @@ def fullest_rank(config: Config, arch: Architecture, plan: Plan) -> dict[str, in
         for stage, order in enumerate(pipeline_orders(rank.units, sizes.pp)):
             per_token = state_sizes(
                 layers=layers[stage],
-                kv_heads=arch.kv_heads // sizes.tp,
+                kv_heads=kv_heads_here(arch.kv_heads, tp=sizes.tp, ulysses=sizes.ulysses),
                 head_dim=arch.head_dim,
                 hidden=arch.hidden,
                 dtype_bytes=DTYPE_BYTES[config.model.dtype],
                 first_stage=stage == 0,
             )
             for cp_rank in range(sizes.cp):
-                count = predict_state(order, rank.units, per_token, cp=sizes.cp, cp_rank=cp_rank)
+                count = predict_state(order, rank.units, per_token, cp=sizes.cp, cp_rank=cp_rank, ulysses=sizes.ulysses)
                 if count.peak_total > largest[0]:
                     largest = (count.peak_total, dict(count.peak))
     return largest[1]

@@ -21,8 +21,8 @@ from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_layer import TransformerLayer
 from torch import Tensor
 
+from megatron_branch.attention.branch import branch_attention, leave_state
 from megatron_branch.attention.descriptor import PassDescriptor
-from megatron_branch.attention.pass_q import branch_attention
 
 
 @dataclass
@@ -90,7 +90,7 @@ class BranchSelfAttention(SelfAttention):
             mscale=_yarn_get_concentration_factor_from_config(self.config),
             cp_group=self.pg_collection.cp,
         )
-        packed_seq_params.pass_descriptor.take_state(self.layer_number, key[:, 0], value[:, 0])
+        leave_state(key[:, 0], value[:, 0], packed_seq_params.pass_descriptor, self.layer_number)
 
 
 class BranchLayer(TransformerLayer):

@@ -38,6 +38,7 @@ class StepBatch:
         advantages: per rollout, `[L]`.
         dp_rank: whose units.
         cp: number of context-parallel ranks; `cp_rank` is this one.
+        ulysses: size of the Ulysses groups among them.
         device: where the tensors are made.
         old_logprobs: `file`: the rows' own values, the current log-prob where a row has none; `current`: always the
             current one.
@@ -54,6 +55,7 @@ class StepBatch:
     cp: int
     cp_rank: int
     device: torch.device
+    ulysses: int = 1
     old_logprobs: str = "file"
     head_always: bool = False
     scored: dict[int, Tensor] = field(default_factory=dict)
@@ -65,12 +67,12 @@ class StepBatch:
 
     def shard(self, unit: Unit) -> Shard:
         """This rank's share of a unit."""
-        return shard_unit(tuple(s.tokens for s in unit.segments), cp=self.cp, rank=self.cp_rank)
+        return self._shards(tuple(s.tokens for s in unit.segments))[0]
 
     def tensors(self, unit: int) -> UnitTensors:
         """See `runner.StepSource`."""
         planned = self.units[unit]
-        shard = self.shard(planned)
+        shard, attended = self._shards(tuple(s.tokens for s in planned.segments))
         ids, positions = unit_inputs(planned, self.trees, self.rollouts)
         padding = shard.padded - shard.tokens
         ids = np.pad(ids, (0, padding))[shard.pack_index]
@@ -81,7 +83,7 @@ class StepBatch:
             kept, local = _held(rows, shard)
             head = HeadRows(self._tensor(local), self._tensor(rows.targets[kept]))
             table = self._table(unit, self._entries(rows, kept))
-        return UnitTensors(self._tensor(ids)[None], self._tensor(positions), shard, head, table)
+        return UnitTensors(self._tensor(ids)[None], self._tensor(positions), shard, attended, head, table)
 
     def entries(self, unit: int) -> Entries:
         """The entries of a unit's loss table on this rank; empty for a unit without loss."""
@@ -91,11 +93,18 @@ class StepBatch:
 
     def idle(self) -> UnitTensors:
         """See `runner.StepSource`."""
-        shard = shard_unit((1,), cp=self.cp, rank=self.cp_rank)
+        shard, attended = self._shards((1,))
         zeros = torch.zeros(shard.local, dtype=torch.int64, device=self.device)
         none = np.zeros(0, dtype=np.int64)
         table = self._table(-1, Entries(none, none, none))
-        return UnitTensors(zeros[None], zeros, shard, HeadRows(zeros[:0], zeros[:0]), table)
+        return UnitTensors(zeros[None], zeros, shard, attended, HeadRows(zeros[:0], zeros[:0]), table)
+
+    def _shards(self, segments: tuple[int, ...]) -> tuple[Shard, Shard]:
+        """This rank's share of a unit, and what it attends to: its Ulysses group's share."""
+        shard = shard_unit(segments, cp=self.cp, rank=self.cp_rank)
+        if self.ulysses == 1:
+            return shard, shard
+        return shard, shard_unit(segments, cp=self.cp, rank=self.cp_rank, ulysses=self.ulysses)
 
     def _entries(self, rows: LossRows, kept: np.ndarray) -> Entries:
         mine = kept[rows.entry_row]

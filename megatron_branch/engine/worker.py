@@ -132,6 +132,7 @@ class Worker:
                 cp=sizes.cp.size,
                 cp_rank=sizes.cp.rank,
                 device=self.device,
+                ulysses=self.config.parallel.ulysses,
                 old_logprobs=self.config.objective.old_logprobs,
                 head_always=self.matched,
             )

@@ -4,11 +4,15 @@ Coordinates: a unit's segments laid end to end are its *pack*, positions 0 .. to
 its end to `2 * cp` equal blocks; rank r holds block r and its mirror image 2 * cp - 1 - r, so that the causal diagonal
 costs every rank the same. With cp = 1 there is one run and no padding.
 
+Ulysses joins the blocks of u consecutive ranks: ranks o * u .. o * u + u - 1 hold the blocks o * u .. o * u + u - 1 and
+their mirror images, which laid end to end are block o and its mirror image of a split over cp / u ranks. So attention
+after the exchange of heads sees an ordinary shard, of one rank out of cp / u.
+
 Always true:
-- the runs of all ranks partition 0 .. padded;
+- the runs of all ranks (or of all Ulysses groups) partition 0 .. padded;
 - padding is at the end of the pack: no token of the unit ever sees it;
-- over all ranks, each (query, key) pair of one segment with key <= query lies in exactly one block of work, no other
-  pair in any.
+- over all ranks (or all Ulysses groups), each (query, key) pair of one segment with key <= query lies in exactly one
+  block of work, no other pair in any.
 """
 
 from __future__ import annotations
@@ -38,13 +42,13 @@ class Work:
 
 @dataclass(frozen=True)
 class Shard:
-    """What one rank holds of a unit.
+    """What one rank, or one Ulysses group, holds of a unit.
 
     Attributes:
         tokens: inputs of the unit.
         padded: tokens over all ranks, padding included.
-        runs: this rank's runs `(start, end)` in the pack, padding included, in local order.
-        work: attention calls over this rank's own keys.
+        runs: the runs `(start, end)` held, in the pack, padding included, in local order.
+        work: attention calls over the keys held.
     """
 
     tokens: int
@@ -92,19 +96,30 @@ class Shard:
         raise AssertionError(f"pack coordinate {key} is not on this rank")
 
 
-def shard_unit(segments: tuple[int, ...], *, cp: int, rank: int) -> Shard:
-    """Split a unit whose segments have these lengths over `cp` ranks; the shard of `rank`."""
+def shard_unit(segments: tuple[int, ...], *, cp: int, rank: int, ulysses: int = 1) -> Shard:
+    """Split a unit whose segments have these lengths over `cp` ranks.
+
+    Args:
+        segments: lengths, in tokens.
+        cp: number of context-parallel ranks.
+        rank: one of them.
+        ulysses: size of the Ulysses groups, a divisor of cp.
+
+    Returns:
+        The shard of `rank`; with `ulysses` > 1 that of its group, what the rank has after the exchange of heads.
+    """
     tokens = sum(segments)
     if cp == 1:
         return Shard(tokens, tokens, ((0, tokens),), _work(segments, [(0, tokens)]))
-    block = -(-tokens // (2 * cp))
-    mirror = 2 * cp - 1 - rank
-    runs = ((rank * block, (rank + 1) * block), (mirror * block, (mirror + 1) * block))
+    block = ulysses * -(-tokens // (2 * cp))
+    places, place = cp // ulysses, rank // ulysses
+    mirror = 2 * places - 1 - place
+    runs = ((place * block, (place + 1) * block), (mirror * block, (mirror + 1) * block))
     owned = [runs[0], runs[1]]
     if runs[0][1] == runs[1][0]:
         owned = [(runs[0][0], runs[1][1])]
     clipped = [(start, min(end, tokens)) for start, end in owned if start < tokens]
-    return Shard(tokens, 2 * cp * block, runs, _work(segments, clipped))
+    return Shard(tokens, 2 * places * block, runs, _work(segments, clipped))
 
 
 def _work(segments: tuple[int, ...], owned: list[tuple[int, int]]) -> tuple[Work, ...]:

@@ -42,6 +42,7 @@ class UnitTensors:
         input_ids: int64 `[1, t]`, padding included.
         positions: int64 `[t]`.
         shard: which tokens these are.
+        attended: which tokens this rank attends to; others than `shard` when Ulysses exchanges them for heads.
         head: rows of this rank whose targets carry loss, possibly none; None where the head need not run at all.
         table: what the loss function needs beside the log-probs; the runner hands it through.
     """
@@ -49,6 +50,7 @@ class UnitTensors:
     input_ids: Tensor
     positions: Tensor
     shard: Shard
+    attended: Shard
     head: HeadRows | None
     table: Any
 
@@ -97,7 +99,7 @@ class Runner:
         store: holds the pages.
         link: the neighbours.
         kernel: attention kernel.
-        cp_group: context-parallel group, None for one rank.
+        cp_group, ulysses_group: of context parallelism, see `PassDescriptor`.
         loss_scale: what every loss is multiplied with before the backward, to undo what the host divides by later.
         timers: called with the action's kind around each action but idle.
         progress: called after each action.
@@ -108,6 +110,7 @@ class Runner:
     link: Link
     kernel: Kernel
     cp_group: Any
+    ulysses_group: Any
     timers: Timers
     loss_scale: float = 1.0
     progress: Callable[[Action], None] | None = None
@@ -162,10 +165,11 @@ class Runner:
         rows = tensors.head if head and last else None
         return PassDescriptor(
             positions=tensors.positions,
-            shard=tensors.shard,
+            shard=tensors.attended,
             context=tuple(self.store.page(index) for index in unit.context) if unit is not None else (),
             kernel=self.kernel,
             cp_group=self.cp_group,
+            ulysses_group=self.ulysses_group,
             head=rows,
             state_only=last and rows is None,
         )

@@ -30,6 +30,11 @@ class StateSizes:
     stage_input: int
 
 
+def kv_heads_here(kv_heads: int, *, tp: int, ulysses: int = 1) -> int:
+    """KV heads of one rank's state: an equal share, or one that several ranks of a Ulysses group hold."""
+    return max(kv_heads // tp // ulysses, 1)
+
+
 def state_sizes(
     *, layers: int, kv_heads: int, head_dim: int, hidden: int, dtype_bytes: int, first_stage: bool
 ) -> StateSizes:
@@ -44,29 +49,36 @@ def state_sizes(
 
 
 def predict_state(
-    order: Sequence[Action], units: Sequence[Unit], sizes: StateSizes, *, cp: int, cp_rank: int
+    order: Sequence[Action], units: Sequence[Unit], sizes: StateSizes, *, cp: int, cp_rank: int, ulysses: int = 1
 ) -> ByteCount:
-    """Peak bytes by kind of a training order on one rank."""
+    """Peak bytes by kind of a training order on one rank.
+
+    Args:
+        order: the actions of its stage.
+        units: those of its data-parallel rank.
+        sizes: bytes per token.
+        cp: number of context-parallel ranks; `cp_rank` is this one.
+        ulysses: size of the Ulysses groups among them.
+    """
+
+    def shard(unit: Unit, ulysses: int = 1) -> Shard:
+        return shard_unit(tuple(segment.tokens for segment in unit.segments), cp=cp, rank=cp_rank, ulysses=ulysses)
+
     count = ByteCount()
     held: dict[int, dict[str, int]] = {}
     for action, done in zip(order, releases(order, units), strict=True):
         if action.kind == "capture":
             unit = units[action.unit]
-            shard = _shard(unit, cp, cp_rank)
-            held[unit.index] = {"stage_input": shard.local * sizes.stage_input if unit.replayed else 0}
-            held[unit.index]["state"] = shard.owned * sizes.kv
+            held[unit.index] = {"stage_input": shard(unit).local * sizes.stage_input if unit.replayed else 0}
+            held[unit.index]["state"] = shard(unit, ulysses).owned * sizes.kv
             for kind, size in held[unit.index].items():
                 count.add(kind, size)
         elif action.kind != "idle" and action.phase != "forward":
             for prefix in units[action.unit].context:
                 if units[prefix].replayed and "adjoint" not in held[prefix]:
-                    held[prefix]["adjoint"] = _shard(units[prefix], cp, cp_rank).owned * sizes.adjoint
+                    held[prefix]["adjoint"] = shard(units[prefix], ulysses).owned * sizes.adjoint
                     count.add("adjoint", held[prefix]["adjoint"])
         for prefix in done:
             for kind, size in held.pop(prefix).items():
                 count.add(kind, -size)
     return count
-
-
-def _shard(unit: Unit, cp: int, cp_rank: int) -> Shard:
-    return shard_unit(tuple(segment.tokens for segment in unit.segments), cp=cp, rank=cp_rank)

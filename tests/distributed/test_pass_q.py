@@ -7,8 +7,8 @@ import torch
 import torch.distributed as dist
 
 from megatron_branch.attention.backends import AtenCpu
+from megatron_branch.attention.branch import branch_attention
 from megatron_branch.attention.descriptor import PassDescriptor
-from megatron_branch.attention.pass_q import branch_attention
 from megatron_branch.attention.reference import reference_attention
 from megatron_branch.plan.shard import shard_unit
 from megatron_branch.state.store import StateStore

@@ -245,7 +245,9 @@ def test_good_input_is_not_refused(world: World) -> None:
 
 def test_dry_run_tells_of_trees_schedule_and_bytes(world: World) -> None:
     arguments = ["--config", str(world.folder / "c.yaml"), "--dry_run", "--world_size", "64", "parallel.pp=2"]
-    (found,) = call("launch/train.py", [[*arguments, "parallel.cp=4"]])
+    ulysses = [*arguments, "parallel.cp=4", "parallel.cp_mode=ulysses", "parallel.ulysses_size=2"]
+    found, exchanged = call("launch/train.py", [[*arguments, "parallel.cp=4"], ulysses])
+    assert "cp 4 (Ulysses 2 x pass-Q 2), pp 2" in exchanged["out"]
     assert (found["code"], found["err"], found["loaded"]) == (0, "", [])
     lines = found["out"].splitlines()
     assert lines[0].startswith("topology  64 planned ranks: tp 1, cp 4, pp 2, dp 8; ZeRO 0")
@@ -286,6 +288,18 @@ DUMP_CASES: dict[str, Case] = {
     "more stages than layers": (
         lambda w: ("--pp", "2", f"model.path={w.folder / 'one_layer'}"),
         ("parallel.pp=2", "the model's 1 layer", "set parallel.pp to 1"),
+    ),
+    "Ulysses over ranks that do not divide the heads": (
+        lambda w: ("--cp", "3", "--cp_mode", "ulysses"),
+        ("parallel.cp_mode=ulysses over 3 ranks", "4 attention heads", "2 KV heads", "or parallel.cp_mode=pass_q"),
+    ),
+    "Ulysses groups that do not divide cp": (
+        lambda w: ("--cp", "3", "--cp_mode", "ulysses", "parallel.ulysses_size=2"),
+        ("parallel.ulysses_size=2", "does not divide parallel.cp=3", "set it to one of 1, 3"),
+    ),
+    "no such layout of attention": (
+        lambda w: ("--cp_mode", "ring"),
+        ("parallel.cp_mode", "ring", "'pass_q' or 'ulysses'"),
     ),
     "unknown key": (lambda w: ("branch.chunk=8",), ("branch.chunk: unknown key", "did you mean")),
     "key of training": (lambda w: ("optimizer.lr=1",), ("optimizer.lr has no effect", "remove it")),

@@ -24,7 +24,7 @@ from megatron_branch.engine.worker import PlannedStep, Worker
 from megatron_branch.objective.reduce import reduce_losses
 from megatron_branch.rollouts.record import Rollout
 from megatron_branch.state.bytes import ByteCount
-from megatron_branch.state.predict import predict_state, state_sizes
+from megatron_branch.state.predict import kv_heads_here, predict_state, state_sizes
 from tests.worlds import leave_layout
 
 
@@ -32,7 +32,8 @@ from tests.worlds import leave_layout
 class Case:
     """What may change without changing the numbers: layout `(tp, cp, pp, dp)`, chunks, packs, precision.
 
-    `model` is a folder; `objective` are keys of the configuration's section.
+    `ulysses` is the size of its groups among the cp ranks; `model` is a folder; `objective` are keys of the
+    configuration's section.
     """
 
     model: Path
@@ -41,6 +42,7 @@ class Case:
     chunk_tokens: int | None = None
     pack_tokens: int = 2048
     dtype: str = "float64"
+    ulysses: int = 1
     objective: tuple[tuple[str, Any], ...] = ()
 
     @property
@@ -56,7 +58,7 @@ class Case:
             {
                 "model": {"path": str(self.model), "dtype": self.dtype},
                 "data": {"rollouts": "unused"},
-                "parallel": {"tp": tp, "cp": cp, "pp": pp, "dp": dp},
+                "parallel": {"tp": tp, "cp": cp, "pp": pp, "dp": dp, **self._cp_mode()},
                 "branch": {
                     "gradient": self.gradient,
                     "chunk_tokens": self.chunk_tokens,
@@ -67,8 +69,12 @@ class Case:
             }
         )
 
+    def _cp_mode(self) -> dict[str, Any]:
+        return {"cp_mode": "ulysses", "ulysses_size": self.ulysses} if self.ulysses > 1 else {}
+
     def __str__(self) -> str:
-        settings = [self.model.name, "tp{} cp{} pp{} dp{}".format(*self.layout), self.gradient, self.dtype]
+        layout = "tp{} cp{} pp{} dp{}".format(*self.layout) + f" ulysses {self.ulysses}"
+        settings = [self.model.name, layout, self.gradient, self.dtype]
         return " ".join(
             [*settings, f"chunk {self.chunk_tokens}", f"pack {self.pack_tokens}", str(dict(self.objective))]
         )
@@ -101,7 +107,7 @@ def in_layout(case: Case, compute: Callable[[Worker], Any]) -> Any:
     """Call `compute` with a worker of the case on the ranks of the current world (collective)."""
     device = host_cpu.enter()
     tp, cp, pp, dp = case.layout
-    groups = build_groups(dp=dp, cp=cp, tp=tp, pp=pp)
+    groups = build_groups(dp=dp, cp=cp, tp=tp, pp=pp, ulysses=case.ulysses)
     try:
         config = case.config()
         return compute(Worker(config, check_model(config), groups=groups, device=device, timers=untimed))
@@ -138,15 +144,17 @@ def one_step(worker: Worker, rollouts: Sequence[Rollout], host: PlainHost) -> Nu
 
 def _predicted(worker: Worker, step: PlannedStep) -> dict[str, int]:
     arch, groups = worker.arch, worker.groups
+    ulysses = worker.config.parallel.ulysses
     sizes = state_sizes(
         layers=stage_layers(arch, groups.pp.size)[groups.pp.rank],
-        kv_heads=arch.kv_heads // groups.tp.size,
+        kv_heads=kv_heads_here(arch.kv_heads, tp=groups.tp.size, ulysses=ulysses),
         head_dim=arch.head_dim,
         hidden=arch.hidden,
         dtype_bytes=next(worker.model.parameters()).element_size(),
         first_stage=groups.first_stage,
     )
-    return _peaks(predict_state(step.order, step.units, sizes, cp=groups.cp.size, cp_rank=groups.cp.rank))
+    cp = groups.cp
+    return _peaks(predict_state(step.order, step.units, sizes, cp=cp.size, cp_rank=cp.rank, ulysses=ulysses))
 
 
 def _peaks(count: ByteCount) -> dict[str, int]:

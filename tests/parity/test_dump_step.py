@@ -25,6 +25,7 @@ TOLERANCE = {"float64": 1e-10, "float32": 1e-5}
 LAYOUTS = ("--dp 2", "--cp 2", "--tp 2", "--pp 2")
 COMMANDS = list(LAYOUTS)
 COMMANDS += [f"{layout} --zero {stage}" for layout in LAYOUTS for stage in range(4) if "pp" not in layout or stage < 3]
+COMMANDS += ["--cp 2 --cp_mode ulysses", *(f"--cp 2 --cp_mode ulysses --zero {stage}" for stage in (1, 3))]
 
 
 @pytest.fixture(scope="module")

@@ -21,6 +21,10 @@ def test_prediction_to_the_byte(tmp_path: Path, world: int) -> None:
     folder = write_tiny_model(tmp_path / "qwen3", "qwen3", layers=3)
     kinds = product(LAYOUTS[world], ("exact", "detached"), (None, 7))
     cases = [Case(folder, layout, mode, chunk, dtype="bfloat16") for layout, mode, chunk in kinds]
+    if world == 4:
+        cases += [
+            replace(Case(folder, (1, 4, 1, 1), chunk_tokens=7, dtype="bfloat16"), ulysses=size) for size in (2, 4)
+        ]
     by_rank = run_ranks(world, compute_all, cases, odd_rollouts(97, 0), timeout_s=200)
     for rank, results in enumerate(by_rank):
         for case, numbers in zip(cases, results, strict=True):

@@ -71,6 +71,14 @@ def test_faults_name_key_value_and_rule(override: str, message: str) -> None:
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
+        (
+            ["parallel.cp=4", "parallel.ulysses_size=2"],
+            r"parallel\.ulysses_size=2 has no effect with parallel\.cp_mode=pass_q; .*parallel\.cp_mode=ulysses",
+        ),
+        (
+            ["parallel.cp=6", "parallel.cp_mode=ulysses", "parallel.ulysses_size=4"],
+            r"parallel\.ulysses_size=4 does not divide parallel\.cp=6: .* one of 1, 2, 3, 6",
+        ),
         (["zero.stage=3", "parallel.pp=2"], r"zero\.stage=3 with parallel\.pp=2: .*; set zero\.stage to 2 or less, or"),
         (["optimizer.momentum=0.9"], r"optimizer\.momentum=0\.9 has no effect with optimizer\.name=adamw"),
         (["optimizer.name=sgd", "optimizer.betas=[0.8, 0.9]"], r"optimizer\.betas has no effect"),
@@ -138,6 +146,13 @@ def test_malformed_files(text: str, message: str, tmp_path: Path) -> None:
 def test_missing_file(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"none\.yaml: cannot be read \(No such file.*name a YAML file"):
         load_config(tmp_path / "none.yaml")
+
+
+def test_size_of_ulysses_groups() -> None:
+    assert ParallelConfig(cp=4).ulysses == 1
+    assert ParallelConfig(cp=4, cp_mode="ulysses").ulysses == 4
+    assert ParallelConfig(cp=4, cp_mode="ulysses", ulysses_size=2).ulysses == 2
+    assert ParallelConfig(cp_mode="ulysses").ulysses == 1
 
 
 def test_data_parallel_size_is_what_the_others_leave_over() -> None:

@@ -228,8 +228,26 @@ def test_odd_ffn_is_refused() -> None:
         check_layout(read("llama", intermediate_size=49), tp=2, pp=1)
 
 
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "tp", "ulysses", "message"),
+    [
+        (4, 2, 1, 8, r"ulysses over 8 ranks, but with parallel\.tp=1 a rank has 4 .* 2 KV heads.*one of 1, 2, 4 "),
+        (4, 2, 2, 4, r"ulysses over 4 ranks, but with parallel\.tp=2 a rank has 2 .* 1 KV heads.*one of 1, 2 "),
+        (12, 6, 1, 4, r"ulysses over 4 ranks, but with parallel\.tp=1 a rank has 12 .* 6 KV .*one of 1, 2, 3, 6, 12 "),
+    ],
+)
+def test_heads_that_ulysses_cannot_divide_are_refused(
+    heads: int, kv_heads: int, tp: int, ulysses: int, message: str
+) -> None:
+    arch = read("llama", num_attention_heads=heads, num_key_value_heads=kv_heads, hidden_size=48)
+    with pytest.raises(ValueError, match=message + r".*parallel\.cp_mode=pass_q$"):
+        check_layout(arch, tp=tp, pp=1, ulysses=ulysses)
+
+
 def test_layouts_that_fit_pass() -> None:
     check_layout(read("llama"), tp=2, pp=3)
+    for ulysses in (1, 2, 4):
+        check_layout(read("llama"), tp=1, pp=1, ulysses=ulysses)
 
 
 @pytest.mark.parametrize(

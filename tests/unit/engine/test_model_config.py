@@ -37,7 +37,17 @@ def groups(tp: int = 1, pp: int = 1) -> Groups:
     def axis(size: int) -> Axis:
         return Axis(size=size, rank=0, group=None, ranks=tuple(range(size)))  # type: ignore[arg-type]
 
-    return Groups(dp=axis(1), cp=axis(1), tp=axis(tp), pp=axis(pp), dp_cp=axis(1), model=axis(tp * pp), embedding=None)
+    return Groups(
+        dp=axis(1),
+        cp=axis(1),
+        tp=axis(tp),
+        pp=axis(pp),
+        dp_cp=axis(1),
+        model=axis(tp * pp),
+        embedding=None,
+        ulysses=None,
+        pass_q=None,
+    )
 
 
 def test_megatron_is_told_the_architecture() -> None:

@@ -15,12 +15,12 @@ def allowed(segments: tuple[int, ...]) -> np.ndarray:
     return (owner[:, None] == owner[None, :]) & (index[None, :] <= index[:, None])
 
 
-@pytest.mark.parametrize("cp", [1, 2, 4, 8])
+@pytest.mark.parametrize(("cp", "size"), [(1, 1), (2, 1), (4, 1), (8, 1), (2, 2), (4, 2), (8, 2), (8, 8)])
 @pytest.mark.parametrize("segments", PACKS)
-def test_work_covers_each_causal_pair_once(segments: tuple[int, ...], cp: int) -> None:
+def test_work_covers_each_causal_pair_once(segments: tuple[int, ...], cp: int, size: int) -> None:
     seen = np.zeros((sum(segments), sum(segments)), dtype=int)
-    for rank in range(cp):
-        shard = shard_unit(segments, cp=cp, rank=rank)
+    for rank in range(0, cp, size):
+        shard = shard_unit(segments, cp=cp, rank=rank, ulysses=size)
         mine = set(shard.pack_index[shard.pack_index < shard.tokens])
         for work in shard.work:
             q_step = (work.q_end - work.q_start) // work.count
@@ -51,6 +51,22 @@ def test_runs_partition_the_pack_and_padding_is_last(segments: tuple[int, ...], 
         taken = np.concatenate([np.arange(a, b) for a, b in shard.valid] or [np.arange(0)])
         assert (shard.pack_index[taken.astype(int)] < shard.tokens).all()
         assert len(taken) == shard.owned
+
+
+@pytest.mark.parametrize(("cp", "size"), [(2, 2), (4, 2), (8, 2), (8, 4), (8, 8)])
+@pytest.mark.parametrize("segments", PACKS)
+def test_a_ulysses_group_holds_what_its_ranks_hold(segments: tuple[int, ...], cp: int, size: int) -> None:
+    """First blocks of all ranks, then the mirrored ones in reverse: mirrored blocks of a smaller split, in order."""
+    places = []
+    for first in range(0, cp, size):
+        group = [shard_unit(segments, cp=cp, rank=first + r, ulysses=size) for r in range(size)]
+        assert group == group[:1] * size
+        runs = [shard_unit(segments, cp=cp, rank=first + r).runs for r in range(size)]
+        joined = [run[0] for run in runs] + [run[1] for run in reversed(runs)]
+        np.testing.assert_array_equal(group[0].pack_index, np.concatenate([np.arange(*run) for run in joined]))
+        places.append(group[0])
+    assert sum(shard.owned for shard in places) == sum(segments)
+    assert {shard.padded for shard in places} == {shard_unit(segments, cp=cp, rank=0).padded}
 
 
 def test_equal_siblings_are_one_call_without_context_parallelism() -> None:
