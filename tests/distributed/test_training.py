@@ -176,7 +176,7 @@ def plain(model: Path, optimizer: dict[str, Any], steps: Sequence[list[Rollout]]
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_tiny_model(tmp_path_factory.mktemp("models") / "qwen3", "qwen3", tied=True, seed=3)
+    return write_tiny_model(tmp_path_factory.mktemp("models") / "qwen3", "qwen3", tied=True)
 
 
 def check(model: Path, runs: list[Run], steps: Sequence[list[Rollout]], *, timeout_s: float = 300) -> None:

@@ -36,46 +36,56 @@ WORLDS = [pytest.param(world, id=f"world{world}") for world in LAYOUTS]
 
 # The same sums in another order: rounding of 2**-53 grows over 4 layers to some 1e-14; a fault of 1 % is 8 orders away.
 FLOAT64 = 1e-10
-# 2**-24 instead of 2**-53: 5e8 times 1e-14, against the float64 truth.
+# 2**-24 instead of 2**-53: 5e8 times 1e-14, against the float64 truth. Dense float32 on one rank is 2e-6 to 7e-6 away
+# from it, most at qwen2's key biases, whose gradient is what is left of terms that nearly cancel; exact is as far on
+# average.
 FLOAT32 = 1e-5
-# Of these weights dense float32 is itself 2e-6 to 3e-6 away from float64; of others up to 7e-6.
-WELL_CONDITIONED = 3
+SEEDS = range(4)
+
+Models = dict[tuple[Family, int], Path]
 
 
 @pytest.fixture(scope="module")
-def models(tmp_path_factory: pytest.TempPathFactory) -> dict[Family, Path]:
-    """Four layers, 4 query and 2 KV heads; llama's embeddings are tied."""
+def models(tmp_path_factory: pytest.TempPathFactory) -> Models:
+    """By family and seed of the weights. Four layers, 4 query and 2 KV heads; llama's embeddings are tied."""
     folder = tmp_path_factory.mktemp("models")
-    return {f: write_tiny_model(folder / f, f, layers=4, tied=f == "llama", seed=WELL_CONDITIONED) for f in FAMILIES}
+    return {
+        (family, seed): write_tiny_model(
+            folder / f"{family}{seed}", family, layers=4, tied=family == "llama", seed=seed
+        )
+        for family, seed in product(FAMILIES, SEEDS)
+    }
 
 
-def covering(models: dict[Family, Path], layouts: list[tuple[int, int, int, int]], dtype: str) -> Iterator[Case]:
+def covering(models: Models, layouts: list[tuple[int, int, int, int]], dtype: str) -> Iterator[Case]:
     """Every layout with every chunk size, the families and packs in turn: 4 chunk sizes meet all 3 of each.
 
-    In float32, whose passes are the same, every layout with one chunk size and one family.
+    In float32, whose passes are the same, every layout with every family, the chunk sizes in turn.
     """
+    turns = range(len(CHUNKS if dtype == "float64" else FAMILIES))
     for place, layout in enumerate(layouts):
-        for turn, chunk in enumerate(CHUNKS):
-            if dtype == "float32" and (place + turn) % len(CHUNKS):
-                continue
+        for turn in turns:
             family = FAMILIES[(place + turn) % len(FAMILIES)]
+            chunk = CHUNKS[(turn if dtype == "float64" else place + turn) % len(CHUNKS)]
             pack = PACKS[(2 * place + turn) % len(PACKS)]
-            yield Case(models[family], layout, chunk_tokens=chunk, pack_tokens=pack, dtype=dtype)
+            model = models[family, SEEDS[(place + 2 * turn) % len(SEEDS)]]
+            yield Case(model, layout, chunk_tokens=chunk, pack_tokens=pack, dtype=dtype)
         if dtype == "float64":
-            yield Case(models[FAMILIES[place % len(FAMILIES)]], layout, "dense")
+            yield Case(models[FAMILIES[place % len(FAMILIES)], 0], layout, "dense")
 
 
-def everything(models: dict[Family, Path], layouts: list[tuple[int, int, int, int]], dtype: str) -> Iterator[Case]:
+def everything(models: Models, layouts: list[tuple[int, int, int, int]], dtype: str) -> Iterator[Case]:
     """Every layout with every family and every chunk size; the packs in turn."""
     for turn, (layout, family) in enumerate(product(layouts, FAMILIES)):
-        yield Case(models[family], layout, "dense", dtype=dtype)
+        yield Case(models[family, SEEDS[turn % len(SEEDS)]], layout, "dense", dtype=dtype)
         for place, chunk in enumerate(CHUNKS):
             pack = PACKS[(turn + place) % len(PACKS)]
-            yield Case(models[family], layout, chunk_tokens=chunk, pack_tokens=pack, dtype=dtype)
+            model = models[family, SEEDS[(turn + place) % len(SEEDS)]]
+            yield Case(model, layout, chunk_tokens=chunk, pack_tokens=pack, dtype=dtype)
 
 
 @pytest.fixture(scope="module")
-def truths(models: dict[Family, Path]) -> dict[Path, Numbers]:
+def truths(models: Models) -> dict[Path, Numbers]:
     """Dense, one rank, float64."""
     cases = [Case(model, gradient="dense") for model in models.values()]
     numbers = run_ranks(1, compute_all, cases, odd_rollouts(VOCAB, 0))[0]
@@ -99,32 +109,30 @@ def check(cases: list[Case], truths: dict[Path, Numbers], tolerance: float, *, t
 @pytest.mark.parametrize("world", WORLDS)
 @pytest.mark.parametrize(("dtype", "tolerance"), [("float64", FLOAT64), ("float32", FLOAT32)])
 def test_every_layout_gives_the_dense_numbers(
-    models: dict[Family, Path], truths: dict[Path, Numbers], world: int, dtype: str, tolerance: float
+    models: Models, truths: dict[Path, Numbers], world: int, dtype: str, tolerance: float
 ) -> None:
     check(list(covering(models, LAYOUTS[world], dtype)), truths, tolerance, timeout_s=600)
 
 
-def test_cp_8(models: dict[Family, Path], truths: dict[Path, Numbers]) -> None:
+def test_cp_8(models: Models, truths: dict[Path, Numbers]) -> None:
     """Most ranks own no state of most chunks."""
-    check([Case(models["qwen3"], (1, 8, 1, 1), chunk_tokens=16)], truths, FLOAT64, timeout_s=200)
+    check([Case(models["qwen3", 0], (1, 8, 1, 1), chunk_tokens=16)], truths, FLOAT64, timeout_s=200)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("world", WORLDS)
 @pytest.mark.parametrize(("dtype", "tolerance"), [("float64", FLOAT64), ("float32", FLOAT32)])
-def test_full_product(
-    models: dict[Family, Path], truths: dict[Path, Numbers], world: int, dtype: str, tolerance: float
-) -> None:
+def test_full_product(models: Models, truths: dict[Path, Numbers], world: int, dtype: str, tolerance: float) -> None:
     check(list(everything(models, LAYOUTS[world], dtype)), truths, tolerance, timeout_s=7200)
 
 
-def test_the_design_covers(models: dict[Family, Path]) -> None:
+def test_the_design_covers(models: Models) -> None:
     seen = defaultdict(set)
     for layouts in LAYOUTS.values():
         for case in covering(models, layouts, "float64"):
             seen["layout, gradient"].add((case.layout, case.gradient))
             if case.gradient == "exact":
-                seen["layout, family"].add((case.layout, case.model))
+                seen["layout, family"].add((case.layout, case.model.name[:-1]))
                 seen["layout, chunk"].add((case.layout, case.chunk_tokens))
                 seen["chunk, pack"].add((case.chunk_tokens, case.pack_tokens))
     count = sum(map(len, LAYOUTS.values()))
