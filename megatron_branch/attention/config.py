@@ -12,7 +12,8 @@ class AttentionConfig(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
-    backend: Literal["auto", "aten"] = Field(
+    backend: Literal["auto", "aten", "cudnn", "flash2", "flash3"] = Field(
         default="auto",
-        description="attention kernels; aten: FlashAttention inside PyTorch, on CPUs and GPUs; auto: the same",
+        description="attention kernels; aten: FlashAttention inside PyTorch, on CPUs and GPUs; auto: the same; on GPUs "
+        "also cudnn (inside PyTorch), flash2 and flash3 (packages of FlashAttention, where installed)",
     )

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_branch.attention.backends import Kernel
+from megatron_branch.attention.kernel import Kernel
 from megatron_branch.plan.shard import Shard
 from megatron_branch.state.page import Page, read_layer
 

@@ -22,8 +22,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_branch.attention.backends import Saved
 from megatron_branch.attention.descriptor import PassDescriptor
+from megatron_branch.attention.kernel import Saved
 from megatron_branch.attention.merge import merge_into, rescale_
 from megatron_branch.attention.mirror import all_gather_single, gather_pack, scatter_pack
 from megatron_branch.state.page import Page, adjoint_dtype

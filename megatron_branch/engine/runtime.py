@@ -9,7 +9,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from megatron_branch.attention.backends import Kernel
+from megatron_branch.attention.kernel import Kernel
 from megatron_branch.engine.groups import Groups
 from megatron_branch.engine.step_batch import StepBatch
 from megatron_branch.schedule.actions import Action

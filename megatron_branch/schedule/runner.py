@@ -23,8 +23,8 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from megatron_branch.attention.backends import Kernel
 from megatron_branch.attention.descriptor import HeadRows, PassDescriptor
+from megatron_branch.attention.kernel import Kernel
 from megatron_branch.plan.plan import Unit
 from megatron_branch.plan.shard import Shard
 from megatron_branch.schedule.actions import Action
