@@ -42,6 +42,21 @@ class ParallelConfig(BaseModel):
         "queries to each other; null: all of `parallel.cp`; only for ulysses",
     )
 
+    sequence_parallel: bool = Field(
+        default=False,
+        description="between layers a tensor parallel rank has its share of the tokens only: less memory, the same "
+        "traffic; needs tp > 1",
+    )
+
+    @model_validator(mode="after")
+    def _tensor_parallel_ranks_share_tokens(self) -> ParallelConfig:
+        if self.sequence_parallel and self.tp == 1:
+            raise ValueError(
+                "parallel.sequence_parallel=true has no effect with parallel.tp=1: it splits tokens over tensor "
+                "parallel ranks; remove it or raise parallel.tp"
+            )
+        return self
+
     @model_validator(mode="after")
     def _groups_divide_cp(self) -> ParallelConfig:
         if self.ulysses_size is None:
@@ -58,6 +73,11 @@ class ParallelConfig(BaseModel):
                 f"group of this size; set it to one of {sizes}"
             )
         return self
+
+    @property
+    def sequence_ranks(self) -> int:
+        """Tensor parallel ranks that share the tokens between layers; 1: each has all of them."""
+        return self.tp if self.sequence_parallel else 1
 
     @property
     def ulysses(self) -> int:

@@ -71,7 +71,8 @@ class Gradients:
         A parameter without a gradient counts as zero, so that ranks with different work make the same calls.
         """
         for name, parameter in self._parameters.items():
-            partial = self._groups.tp.size > 1 and name.endswith(PARTIAL_OVER_TP)
+            in_parts = name.endswith(PARTIAL_OVER_TP) or getattr(parameter, "sequence_parallel", False)
+            partial = self._groups.tp.size > 1 and in_parts
             tied = self._groups.embedding is not None and getattr(parameter, "tied_copy", None) is not None
             if not partial and not tied:
                 continue

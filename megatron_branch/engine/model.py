@@ -6,14 +6,15 @@ from typing import Any
 
 import torch
 from megatron.core.models.gpt import GPTModel
+from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 from torch import Tensor, nn
 
-from megatron_branch.engine.architecture import Architecture
+from megatron_branch.engine.architecture import Architecture, stage_layers
 from megatron_branch.engine.groups import Groups
 from megatron_branch.engine.model_config import transformer_config
 from megatron_branch.engine.rope import PositionRope
-from megatron_branch.engine.spec import BranchParams, branch_layer_spec
+from megatron_branch.engine.spec import BranchParams, branch_block_spec
 from megatron_branch.engine.tensor_layout import model_entries
 from megatron_branch.objective.logprobs import HeadSettings, token_scores
 
@@ -34,7 +35,8 @@ class LogProbHead(nn.Module):
 class BranchGPTModel(GPTModel):
     """GPTModel whose last stage returns `(logp [n], entropy [n] or None)` at the pass's head rows.
 
-    It returns the hidden states `[t, 1, hidden]` on other stages, and where the pass has no head rows.
+    It returns the hidden states `[t, 1, hidden]` on other stages, and where the pass has no head rows; with sequence
+    parallelism this rank's share of them.
     """
 
     head: LogProbHead
@@ -46,11 +48,20 @@ class BranchGPTModel(GPTModel):
         weight = self.output_layer.weight
         if self.share_embeddings_and_output_weights:
             weight = self.shared_embedding_or_output_weight()
+        if self.config.sequence_parallel:
+            # The head adds up its gradient over tensor-parallel ranks itself; each then takes its tokens.
+            hidden_states = gather_from_sequence_parallel_region(hidden_states, tensor_parallel_output_grad=False)
         return self.head(hidden_states[rows.offsets, 0], weight, rows.targets)
 
 
 def build_model(
-    arch: Architecture, groups: Groups, *, dtype: torch.dtype, head: HeadSettings, device: torch.device
+    arch: Architecture,
+    groups: Groups,
+    *,
+    dtype: torch.dtype,
+    head: HeadSettings,
+    device: torch.device,
+    sequence_parallel: bool = False,
 ) -> BranchGPTModel:
     """This rank's shard of the model, weights not yet loaded.
 
@@ -60,12 +71,13 @@ def build_model(
         dtype: float64, float32 or bfloat16.
         head: how logits become log-probs.
         device: where the weights live.
+        sequence_parallel: between layers each tensor-parallel rank has its share of the tokens only.
     """
     model_parallel_cuda_manual_seed(1)
-    config = transformer_config(arch, groups, dtype)
+    config = transformer_config(arch, groups, dtype, sequence_parallel=sequence_parallel)
     model = BranchGPTModel(
         config,
-        branch_layer_spec(config),
+        branch_block_spec(config, stage_layers(arch, groups.pp.size)[groups.pp.rank]),
         vocab_size=arch.padded_vocab(groups.tp.size),
         max_sequence_length=arch.max_positions,
         pre_process=groups.first_stage,
@@ -80,12 +92,12 @@ def build_model(
     return model
 
 
-def _mark(model: nn.Module, arch: Architecture, groups: Groups) -> None:
+def _mark(model: BranchGPTModel, arch: Architecture, groups: Groups) -> None:
     """Note on each parameter how it is held, for norms and reductions: Megatron leaves uninitialised ones unmarked.
 
     `tensor_model_parallel`: this rank has a shard of its own (DeepSpeed reads it too). `tied_copy`: True on the last
     stage's copy of the embedding, False on its original, absent elsewhere; DeepSpeed leaves `ds_pipe_replicated` ones
-    out of the gradient norm.
+    out of the gradient norm. `sequence_parallel`: used on this tensor-parallel rank's share of the tokens only.
     """
     parameters = dict(model.named_parameters())
     for entry in model_entries(arch, groups.pp.size):
@@ -93,6 +105,7 @@ def _mark(model: nn.Module, arch: Architecture, groups: Groups) -> None:
             continue
         parameter = parameters[entry.megatron]
         parameter.tensor_model_parallel = entry.kind != "replicated"
+        parameter.sequence_parallel = model.config.sequence_parallel and entry.kind == "replicated"
         if arch.tied and groups.pp.size > 1 and entry.kind == "vocab":
             parameter.tied_copy = entry.copy
             parameter.ds_pipe_replicated = entry.copy

@@ -14,7 +14,9 @@ from megatron_branch.engine.rope import inverse_frequencies
 DTYPES: dict[str, torch.dtype] = {"float64": torch.float64, "float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
-def transformer_config(arch: Architecture, groups: Groups, dtype: torch.dtype) -> TransformerConfig:
+def transformer_config(
+    arch: Architecture, groups: Groups, dtype: torch.dtype, *, sequence_parallel: bool = False
+) -> TransformerConfig:
     """Configuration of this rank's stage.
 
     Parameters are left uninitialised: `convert.load_weights` fills each of them. Megatron makes its norms in torch's
@@ -61,7 +63,7 @@ def transformer_config(arch: Architecture, groups: Groups, dtype: torch.dtype) -
         pipeline_model_parallel_layout=_stages(arch, groups.pp.size),
         pipeline_dtype=dtype,
         context_parallel_size=1,
-        sequence_parallel=False,
+        sequence_parallel=sequence_parallel,
     )
     _set_rope_factor(config, inverse_frequencies(arch.rope, arch.head_dim)[1])
     return config

@@ -93,7 +93,7 @@ def outlook(
     orders = pipeline_orders(units, sizes.pp)
     return Outlook(
         topology=(
-            f"{world_size} {device} ranks: tp {sizes.tp}, cp {sizes.cp}{_cp_mode(sizes)}, pp {sizes.pp}, dp {dp}; "
+            f"{world_size} {device} ranks: {_tp_and_cp(sizes)}, pp {sizes.pp}, dp {dp}; "
             f"ZeRO {config.zero.stage}, {config.model.dtype}, gradient {plan.gradient}"
         ),
         stats=tree_stats(trees, rollouts),
@@ -106,12 +106,13 @@ def outlook(
     )
 
 
-def _cp_mode(sizes: ParallelConfig) -> str:
-    """How attention is split over context-parallel ranks, where it is not by pass-Q alone."""
-    if sizes.ulysses == 1:
-        return ""
-    outer = f" x pass-Q {sizes.cp // sizes.ulysses}" if sizes.ulysses < sizes.cp else ""
-    return f" (Ulysses {sizes.ulysses}{outer})"
+def _tp_and_cp(sizes: ParallelConfig) -> str:
+    """Sizes, and how they are used where that is not the default."""
+    text = f"tp {sizes.tp}" + (" (sequence parallel)" if sizes.sequence_parallel else "") + f", cp {sizes.cp}"
+    if sizes.ulysses > 1:
+        outer = f" x pass-Q {sizes.cp // sizes.ulysses}" if sizes.ulysses < sizes.cp else ""
+        text += f" (Ulysses {sizes.ulysses}{outer})"
+    return text
 
 
 def fullest_rank(config: Config, arch: Architecture, plan: Plan) -> dict[str, int]:
@@ -133,7 +134,15 @@ def fullest_rank(config: Config, arch: Architecture, plan: Plan) -> dict[str, in
                 first_stage=stage == 0,
             )
             for cp_rank in range(sizes.cp):
-                count = predict_state(order, rank.units, per_token, cp=sizes.cp, cp_rank=cp_rank, ulysses=sizes.ulysses)
+                count = predict_state(
+                    order,
+                    rank.units,
+                    per_token,
+                    cp=sizes.cp,
+                    cp_rank=cp_rank,
+                    ulysses=sizes.ulysses,
+                    sequence_parallel=sizes.sequence_ranks,
+                )
                 if count.peak_total > largest[0]:
                     largest = (count.peak_total, dict(count.peak))
     return largest[1]

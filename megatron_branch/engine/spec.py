@@ -15,11 +15,12 @@ from megatron.core.models.common.embeddings.yarn_rotary_pos_embedding import (
 )
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.packed_seq_params import PackedSeqParams
-from megatron.core.transformer import ModuleSpec, TransformerConfig
+from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.attention import SelfAttention
 from megatron.core.transformer.module import MegatronModule
+from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from megatron.core.transformer.transformer_layer import TransformerLayer
-from torch import Tensor
+from torch import Tensor, nn
 
 from megatron_branch.attention.branch import branch_attention, leave_state
 from megatron_branch.attention.descriptor import PassDescriptor
@@ -108,10 +109,23 @@ class BranchLayer(TransformerLayer):
         return super().forward(hidden_states, *args, packed_seq_params=packed_seq_params, **kwargs)
 
 
-def branch_layer_spec(config: TransformerConfig) -> ModuleSpec:
-    """Megatron's local GPT layer with branch attention at its core."""
+class BranchNorm(nn.RMSNorm):
+    """Torch's RMSNorm with Megatron's arguments; Megatron's own wrapper of it refuses sequence parallelism, where it
+    works like anywhere else: on each token alone.
+    """
+
+    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5) -> None:
+        super().__init__(hidden_size, eps=eps)
+
+
+def branch_block_spec(config: TransformerConfig, layers: int) -> TransformerBlockSubmodules:
+    """A stage of Megatron's local GPT layers with branch attention at their core."""
     spec = get_gpt_layer_local_spec(normalization=config.normalization, qk_layernorm=config.qk_layernorm)
     spec.module = BranchLayer
-    spec.submodules.self_attention.module = BranchSelfAttention
-    spec.submodules.self_attention.submodules.core_attention = BranchAttention
-    return spec
+    spec.submodules.input_layernorm = spec.submodules.pre_mlp_layernorm = BranchNorm
+    attention = spec.submodules.self_attention
+    attention.module = BranchSelfAttention
+    attention.submodules.core_attention = BranchAttention
+    if config.qk_layernorm:
+        attention.submodules.q_layernorm = attention.submodules.k_layernorm = BranchNorm
+    return TransformerBlockSubmodules(layer_specs=[spec] * layers, layer_norm=BranchNorm)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 import numpy as np
 import torch
@@ -39,6 +40,7 @@ class StepBatch:
         dp_rank: whose units.
         cp: number of context-parallel ranks; `cp_rank` is this one.
         ulysses: size of the Ulysses groups among them.
+        sequence_parallel: tensor-parallel ranks that share the tokens between layers; 1: each has all of them.
         device: where the tensors are made.
         old_logprobs: `file`: the rows' own values, the current log-prob where a row has none; `current`: always the
             current one.
@@ -56,6 +58,7 @@ class StepBatch:
     cp_rank: int
     device: torch.device
     ulysses: int = 1
+    sequence_parallel: int = 1
     old_logprobs: str = "file"
     head_always: bool = False
     scored: dict[int, Tensor] = field(default_factory=dict)
@@ -83,7 +86,9 @@ class StepBatch:
             kept, local = _held(rows, shard)
             head = HeadRows(self._tensor(local), self._tensor(rows.targets[kept]))
             table = self._table(unit, self._entries(rows, kept))
-        return UnitTensors(self._tensor(ids)[None], self._tensor(positions), shard, attended, head, table)
+        return UnitTensors(
+            self._tensor(ids)[None], self._tensor(positions), shard, attended, self._rows(shard), head, table
+        )
 
     def entries(self, unit: int) -> Entries:
         """The entries of a unit's loss table on this rank; empty for a unit without loss."""
@@ -97,14 +102,17 @@ class StepBatch:
         zeros = torch.zeros(shard.local, dtype=torch.int64, device=self.device)
         none = np.zeros(0, dtype=np.int64)
         table = self._table(-1, Entries(none, none, none))
-        return UnitTensors(zeros[None], zeros, shard, attended, HeadRows(zeros[:0], zeros[:0]), table)
+        none_held = HeadRows(zeros[:0], zeros[:0])
+        return UnitTensors(zeros[None], zeros, shard, attended, self._rows(shard), none_held, table)
 
     def _shards(self, segments: tuple[int, ...]) -> tuple[Shard, Shard]:
         """This rank's share of a unit, and what it attends to: its Ulysses group's share."""
-        shard = shard_unit(segments, cp=self.cp, rank=self.cp_rank)
-        if self.ulysses == 1:
-            return shard, shard
-        return shard, shard_unit(segments, cp=self.cp, rank=self.cp_rank, ulysses=self.ulysses)
+        split = partial(shard_unit, segments, cp=self.cp, rank=self.cp_rank, align=self.sequence_parallel)
+        shard = split()
+        return shard, shard if self.ulysses == 1 else split(ulysses=self.ulysses)
+
+    def _rows(self, shard: Shard) -> int:
+        return shard.local // self.sequence_parallel
 
     def _entries(self, rows: LossRows, kept: np.ndarray) -> Entries:
         mine = kept[rows.entry_row]

@@ -83,7 +83,14 @@ class Worker:
             chunk_tokens=config.objective.head_chunk_tokens,
             entropy=True,
         )
-        self.model: BranchGPTModel = build_model(self.arch, groups, dtype=dtype, head=head, device=device)
+        self.model: BranchGPTModel = build_model(
+            self.arch,
+            groups,
+            dtype=dtype,
+            head=head,
+            device=device,
+            sequence_parallel=config.parallel.sequence_parallel,
+        )
         load_weights(self.model, self.source, self.arch, groups)
         self.runtime = Runtime(
             groups=groups,
@@ -133,6 +140,7 @@ class Worker:
                 cp_rank=sizes.cp.rank,
                 device=self.device,
                 ulysses=self.config.parallel.ulysses,
+                sequence_parallel=self.config.parallel.sequence_ranks,
                 old_logprobs=self.config.objective.old_logprobs,
                 head_always=self.matched,
             )

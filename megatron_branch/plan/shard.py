@@ -2,7 +2,7 @@
 
 Coordinates: a unit's segments laid end to end are its *pack*, positions 0 .. tokens. With cp > 1 the pack is padded at
 its end to `2 * cp` equal blocks; rank r holds block r and its mirror image 2 * cp - 1 - r, so that the causal diagonal
-costs every rank the same. With cp = 1 there is one run and no padding.
+costs every rank the same. With cp = 1 there is one run and no padding but what `align` asks for.
 
 Ulysses joins the blocks of u consecutive ranks: ranks o * u .. o * u + u - 1 hold the blocks o * u .. o * u + u - 1 and
 their mirror images, which laid end to end are block o and its mirror image of a split over cp / u ranks. So attention
@@ -17,6 +17,7 @@ Always true:
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -96,7 +97,7 @@ class Shard:
         raise AssertionError(f"pack coordinate {key} is not on this rank")
 
 
-def shard_unit(segments: tuple[int, ...], *, cp: int, rank: int, ulysses: int = 1) -> Shard:
+def shard_unit(segments: tuple[int, ...], *, cp: int, rank: int, ulysses: int = 1, align: int = 1) -> Shard:
     """Split a unit whose segments have these lengths over `cp` ranks.
 
     Args:
@@ -104,14 +105,16 @@ def shard_unit(segments: tuple[int, ...], *, cp: int, rank: int, ulysses: int = 
         cp: number of context-parallel ranks.
         rank: one of them.
         ulysses: size of the Ulysses groups, a divisor of cp.
+        align: a rank's tokens, padding included, are a multiple of it.
 
     Returns:
         The shard of `rank`; with `ulysses` > 1 that of its group, what the rank has after the exchange of heads.
     """
     tokens = sum(segments)
     if cp == 1:
-        return Shard(tokens, tokens, ((0, tokens),), _work(segments, [(0, tokens)]))
-    block = ulysses * -(-tokens // (2 * cp))
+        padded = _round_up(tokens, align)
+        return Shard(tokens, padded, ((0, padded),), _work(segments, [(0, tokens)]))
+    block = ulysses * _round_up(-(-tokens // (2 * cp)), align // math.gcd(align, 2))
     places, place = cp // ulysses, rank // ulysses
     mirror = 2 * places - 1 - place
     runs = ((place * block, (place + 1) * block), (mirror * block, (mirror + 1) * block))
@@ -120,6 +123,10 @@ def shard_unit(segments: tuple[int, ...], *, cp: int, rank: int, ulysses: int = 
         owned = [(runs[0][0], runs[1][1])]
     clipped = [(start, min(end, tokens)) for start, end in owned if start < tokens]
     return Shard(tokens, 2 * places * block, runs, _work(segments, clipped))
+
+
+def _round_up(number: int, multiple: int) -> int:
+    return -(-number // multiple) * multiple
 
 
 def _work(segments: tuple[int, ...], owned: list[tuple[int, int]]) -> tuple[Work, ...]:

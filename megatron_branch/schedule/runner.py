@@ -43,6 +43,8 @@ class UnitTensors:
         positions: int64 `[t]`.
         shard: which tokens these are.
         attended: which tokens this rank attends to; others than `shard` when Ulysses exchanges them for heads.
+        rows: tokens of the hidden states between layers and stages; those of `shard`, or with sequence parallelism a
+            tensor-parallel rank's share of them.
         head: rows of this rank whose targets carry loss, possibly none; None where the head need not run at all.
         table: what the loss function needs beside the log-probs; the runner hands it through.
     """
@@ -51,6 +53,7 @@ class UnitTensors:
     positions: Tensor
     shard: Shard
     attended: Shard
+    rows: int
     head: HeadRows | None
     table: Any
 
@@ -178,7 +181,7 @@ class Runner:
         page = self.store.open(unit.index, differentiable=unit.replayed and not forward_only)
         descriptor = self._describe(unit, tensors, head=forward_only)
         descriptor.capture = page
-        stage_input = self.link.receive_forward(tensors.shard.local)
+        stage_input = self.link.receive_forward(tensors.rows)
         if page.differentiable and stage_input is not None:
             page.keep_input(stage_input)
         with torch.no_grad():
@@ -189,7 +192,7 @@ class Runner:
 
     def _tail(self, unit: Unit, tensors: UnitTensors, forward_only: bool, reports: list[Any]) -> None:
         descriptor = self._describe(unit, tensors, head=True)
-        stage_input = self._differentiable(self.link.receive_forward(tensors.shard.local), not forward_only)
+        stage_input = self._differentiable(self.link.receive_forward(tensors.rows), not forward_only)
         with torch.set_grad_enabled(not forward_only):
             output, loss_function = self.forward_step(PassInput(unit, tensors, descriptor), stage_input)
             loss = self._report(unit, tensors, output, loss_function, reports)
@@ -225,7 +228,7 @@ class Runner:
             descriptor.roots = None  # the graph holds the descriptor, and through the roots would hold itself for ever
         if self.link.next is not None:
             ends.append(output)
-            seeds.append(self.link.receive_backward(unit.index, tensors.shard.local))
+            seeds.append(self.link.receive_backward(unit.index, tensors.rows))
         elif loss is not None:
             ends.append(loss * self.loss_scale)
             seeds.append(None)

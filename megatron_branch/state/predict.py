@@ -49,7 +49,14 @@ def state_sizes(
 
 
 def predict_state(
-    order: Sequence[Action], units: Sequence[Unit], sizes: StateSizes, *, cp: int, cp_rank: int, ulysses: int = 1
+    order: Sequence[Action],
+    units: Sequence[Unit],
+    sizes: StateSizes,
+    *,
+    cp: int,
+    cp_rank: int,
+    ulysses: int = 1,
+    sequence_parallel: int = 1,
 ) -> ByteCount:
     """Peak bytes by kind of a training order on one rank.
 
@@ -59,17 +66,20 @@ def predict_state(
         sizes: bytes per token.
         cp: number of context-parallel ranks; `cp_rank` is this one.
         ulysses: size of the Ulysses groups among them.
+        sequence_parallel: tensor-parallel ranks that share the tokens between layers; 1: each has all of them.
     """
 
     def shard(unit: Unit, ulysses: int = 1) -> Shard:
-        return shard_unit(tuple(segment.tokens for segment in unit.segments), cp=cp, rank=cp_rank, ulysses=ulysses)
+        segments = tuple(segment.tokens for segment in unit.segments)
+        return shard_unit(segments, cp=cp, rank=cp_rank, ulysses=ulysses, align=sequence_parallel)
 
     count = ByteCount()
     held: dict[int, dict[str, int]] = {}
     for action, done in zip(order, releases(order, units), strict=True):
         if action.kind == "capture":
             unit = units[action.unit]
-            held[unit.index] = {"stage_input": shard(unit).local * sizes.stage_input if unit.replayed else 0}
+            rows = shard(unit).local // sequence_parallel
+            held[unit.index] = {"stage_input": rows * sizes.stage_input if unit.replayed else 0}
             held[unit.index]["state"] = shard(unit, ulysses).owned * sizes.kv
             for kind, size in held[unit.index].items():
                 count.add(kind, size)

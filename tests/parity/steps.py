@@ -43,6 +43,7 @@ class Case:
     pack_tokens: int = 2048
     dtype: str = "float64"
     ulysses: int = 1
+    sequence_parallel: bool = False
     objective: tuple[tuple[str, Any], ...] = ()
 
     @property
@@ -58,7 +59,7 @@ class Case:
             {
                 "model": {"path": str(self.model), "dtype": self.dtype},
                 "data": {"rollouts": "unused"},
-                "parallel": {"tp": tp, "cp": cp, "pp": pp, "dp": dp, **self._cp_mode()},
+                "parallel": {"tp": tp, "cp": cp, "pp": pp, "dp": dp} | self._split(),
                 "branch": {
                     "gradient": self.gradient,
                     "chunk_tokens": self.chunk_tokens,
@@ -69,11 +70,13 @@ class Case:
             }
         )
 
-    def _cp_mode(self) -> dict[str, Any]:
-        return {"cp_mode": "ulysses", "ulysses_size": self.ulysses} if self.ulysses > 1 else {}
+    def _split(self) -> dict[str, Any]:
+        ulysses = {"cp_mode": "ulysses", "ulysses_size": self.ulysses} if self.ulysses > 1 else {}
+        return ulysses | {"sequence_parallel": self.sequence_parallel}
 
     def __str__(self) -> str:
         layout = "tp{} cp{} pp{} dp{}".format(*self.layout) + f" ulysses {self.ulysses}"
+        layout += " sequence parallel" if self.sequence_parallel else ""
         settings = [self.model.name, layout, self.gradient, self.dtype]
         return " ".join(
             [*settings, f"chunk {self.chunk_tokens}", f"pack {self.pack_tokens}", str(dict(self.objective))]
@@ -144,17 +147,25 @@ def one_step(worker: Worker, rollouts: Sequence[Rollout], host: PlainHost) -> Nu
 
 def _predicted(worker: Worker, step: PlannedStep) -> dict[str, int]:
     arch, groups = worker.arch, worker.groups
-    ulysses = worker.config.parallel.ulysses
+    parallel = worker.config.parallel
     sizes = state_sizes(
         layers=stage_layers(arch, groups.pp.size)[groups.pp.rank],
-        kv_heads=kv_heads_here(arch.kv_heads, tp=groups.tp.size, ulysses=ulysses),
+        kv_heads=kv_heads_here(arch.kv_heads, tp=groups.tp.size, ulysses=parallel.ulysses),
         head_dim=arch.head_dim,
         hidden=arch.hidden,
         dtype_bytes=next(worker.model.parameters()).element_size(),
         first_stage=groups.first_stage,
     )
-    cp = groups.cp
-    return _peaks(predict_state(step.order, step.units, sizes, cp=cp.size, cp_rank=cp.rank, ulysses=ulysses))
+    predicted = predict_state(
+        step.order,
+        step.units,
+        sizes,
+        cp=groups.cp.size,
+        cp_rank=groups.cp.rank,
+        ulysses=parallel.ulysses,
+        sequence_parallel=parallel.sequence_ranks,
+    )
+    return _peaks(predicted)
 
 
 def _peaks(count: ByteCount) -> dict[str, int]:

@@ -26,6 +26,7 @@ LAYOUTS = ("--dp 2", "--cp 2", "--tp 2", "--pp 2")
 COMMANDS = list(LAYOUTS)
 COMMANDS += [f"{layout} --zero {stage}" for layout in LAYOUTS for stage in range(4) if "pp" not in layout or stage < 3]
 COMMANDS += ["--cp 2 --cp_mode ulysses", *(f"--cp 2 --cp_mode ulysses --zero {stage}" for stage in (1, 3))]
+COMMANDS += [f"--tp 2 {zero}parallel.sequence_parallel=true" for zero in ("", "--zero 2 ", "--zero 3 ")]
 
 
 @pytest.fixture(scope="module")

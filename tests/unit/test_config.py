@@ -72,6 +72,10 @@ def test_faults_name_key_value_and_rule(override: str, message: str) -> None:
     ("overrides", "message"),
     [
         (
+            ["parallel.cp=4", "parallel.sequence_parallel=true"],
+            r"parallel\.sequence_parallel=true has no effect with parallel\.tp=1: .*raise parallel\.tp",
+        ),
+        (
             ["parallel.cp=4", "parallel.ulysses_size=2"],
             r"parallel\.ulysses_size=2 has no effect with parallel\.cp_mode=pass_q; .*parallel\.cp_mode=ulysses",
         ),

@@ -1,5 +1,7 @@
 """The shards of a unit cover its causal pairs once, whatever the number of ranks."""
 
+import math
+
 import numpy as np
 import pytest
 
@@ -67,6 +69,20 @@ def test_a_ulysses_group_holds_what_its_ranks_hold(segments: tuple[int, ...], cp
         places.append(group[0])
     assert sum(shard.owned for shard in places) == sum(segments)
     assert {shard.padded for shard in places} == {shard_unit(segments, cp=cp, rank=0).padded}
+
+
+@pytest.mark.parametrize(("cp", "size"), [(1, 1), (2, 1), (4, 1), (4, 2)])
+@pytest.mark.parametrize("align", [2, 4, 6])
+@pytest.mark.parametrize("segments", PACKS)
+def test_a_rank_has_a_multiple_of_tokens(segments: tuple[int, ...], cp: int, size: int, align: int) -> None:
+    """Sequence parallelism divides them; what is added is padding at the end, as little as possible."""
+    shards = [shard_unit(segments, cp=cp, rank=rank, align=align) for rank in range(cp)]
+    assert all(shard.local % align == 0 and shard.tokens == sum(segments) for shard in shards)
+    assert sorted(np.concatenate([shard.pack_index for shard in shards])) == list(range(shards[0].padded))
+    unit = align if cp == 1 else 2 * cp * align // math.gcd(align, 2)
+    assert shards[0].padded - sum(segments) < unit
+    groups = [shard_unit(segments, cp=cp, rank=rank, ulysses=size, align=align) for rank in range(0, cp, size)]
+    assert sum(shard.owned for shard in groups) == sum(segments) and groups[0].padded == shards[0].padded
 
 
 def test_equal_siblings_are_one_call_without_context_parallelism() -> None:
