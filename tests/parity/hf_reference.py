@@ -20,8 +20,18 @@ from transformers import AttentionInterface, AutoModelForCausalLM
 
 from megatron_branch.rollouts.record import Rollout
 
-CLIP = 0.2
 ATTENTION = "parity_constant_prefix"
+DEFAULTS: dict[str, Any] = {
+    "advantage": "grpo",
+    "aggregation": "token-mean",
+    "clip_low": 0.2,
+    "clip_high": 0.2,
+    "kl_coefficient": 0.0,
+    "kl_estimator": "k3",
+    "entropy_coefficient": 0.0,
+    "temperature": 1.0,
+    "old_logprobs": "file",
+}
 
 
 @dataclass(frozen=True)
@@ -34,7 +44,12 @@ class Reference:
 
 
 def reference(
-    folder: Path, rollouts: Sequence[Rollout], *, detached: bool = False, float32_norms: bool = False
+    folder: Path,
+    rollouts: Sequence[Rollout],
+    *,
+    detached: bool = False,
+    float32_norms: bool = False,
+    objective: dict[str, Any] | None = None,
 ) -> Reference:
     """One step: GRPO, token-mean, clip 0.2 on both sides, old log-prob = the current one where the file has none.
 
@@ -44,9 +59,10 @@ def reference(
         detached: keys and values of the constant leading positions of each rollout (see `constant_positions`) are
             detached in every layer.
         float32_norms: leave Hugging Face's norms as they are; otherwise they are written out in float64.
+        objective: other settings than `DEFAULTS`, by the names of the configuration.
     """
     model = load(folder, float32_norms=float32_norms)
-    return backward(model, rollouts, detached=detached)
+    return backward(model, rollouts, detached=detached, objective=objective)
 
 
 def load(folder: Path, *, float32_norms: bool = False) -> nn.Module:
@@ -60,10 +76,14 @@ def load(folder: Path, *, float32_norms: bool = False) -> nn.Module:
     return model
 
 
-def backward(model: nn.Module, rollouts: Sequence[Rollout], *, detached: bool = False) -> Reference:
+def backward(
+    model: nn.Module, rollouts: Sequence[Rollout], *, detached: bool = False, objective: dict[str, Any] | None = None
+) -> Reference:
     """Add the step's gradients into the model's `.grad`; see `reference`."""
-    advantages = grpo_advantages(rollouts)
-    trained = sum(int(rollout.loss_mask.sum()) for rollout in rollouts)
+    settings = DEFAULTS | (objective or {})
+    advantages = group_advantages(rollouts, settings["advantage"])
+    counts = [int(rollout.loss_mask.sum()) for rollout in rollouts]
+    sequences = sum(count > 0 for count in counts)
     logprobs: list[list[float]] = []
     loss = 0.0
     for index, rollout in enumerate(rollouts):
@@ -73,15 +93,13 @@ def backward(model: nn.Module, rollouts: Sequence[Rollout], *, detached: bool = 
             continue
         constant = constant_positions(index, rollouts) if detached else 0
         ids = torch.from_numpy(rollout.token_ids.copy())[None]
-        logits = model(ids, use_cache=False, constant=constant).logits[0]
-        logp = logits.log_softmax(-1)[torch.from_numpy(places - 1), torch.from_numpy(rollout.token_ids[places])]
-        old = logp.detach()
-        if rollout.logprobs is not None:
-            old = torch.from_numpy(rollout.logprobs[places])
-        ratio = (logp - old).exp()
+        logits = model(ids, use_cache=False, constant=constant).logits[0] / settings["temperature"]
+        every = logits.log_softmax(-1)[torch.from_numpy(places - 1)]
+        logp = every.gather(1, torch.from_numpy(rollout.token_ids[places])[:, None])[:, 0]
         advantage = torch.from_numpy(advantages[index][places])
-        surrogate = torch.minimum(ratio * advantage, ratio.clamp(1 - CLIP, 1 + CLIP) * advantage)
-        part = -surrogate.sum() / trained
+        terms = _token_losses(every, logp, advantage, rollout, places, settings)
+        mean = {"token-mean": sum(counts), "seq-mean-token-sum": sequences}
+        part = terms.sum() / mean.get(settings["aggregation"], sequences * counts[index])
         part.backward()
         loss += part.item()
         logprobs.append(logp.tolist())
@@ -90,15 +108,40 @@ def backward(model: nn.Module, rollouts: Sequence[Rollout], *, detached: bool = 
     return Reference(gradients, logprobs, loss)
 
 
-def grpo_advantages(rollouts: Sequence[Rollout]) -> list[np.ndarray]:
-    """The file's, else (reward - mean) / (std + 1e-6) over the group, n - 1 in std, 0 for a group of one."""
+def _token_losses(
+    every: Tensor, logp: Tensor, advantage: Tensor, rollout: Rollout, places: np.ndarray, settings: dict[str, Any]
+) -> Tensor:
+    """Loss of each trained token; `every` are the log-probs of the whole vocabulary there."""
+    old = logp.detach()
+    if rollout.logprobs is not None and settings["old_logprobs"] == "file":
+        old = torch.from_numpy(rollout.logprobs[places])
+    ratio = (logp - old).exp()
+    clipped = ratio.clamp(1 - settings["clip_low"], 1 + settings["clip_high"])
+    terms = -torch.minimum(ratio * advantage, clipped * advantage)
+    if settings["kl_coefficient"]:
+        assert rollout.ref_logprobs is not None
+        distance = logp - torch.from_numpy(rollout.ref_logprobs[places])
+        kl = {"k1": distance, "k2": distance**2 / 2, "k3": (-distance).exp() - 1 + distance}[settings["kl_estimator"]]
+        terms = terms + settings["kl_coefficient"] * kl
+    return terms + settings["entropy_coefficient"] * (every.exp() * every).sum(-1)
+
+
+def group_advantages(rollouts: Sequence[Rollout], estimator: str) -> list[np.ndarray]:
+    """The file's; else over the group, 0 for a group of one:
+
+    grpo: (reward - mean) / (std + 1e-6), n - 1 in std; grpo_no_std: reward - mean; rloo: reward - mean of the others.
+    """
     groups = defaultdict(list)
     for rollout in rollouts:
         groups[rollout.group_id].append(rollout.reward)
     result = []
     for rollout in rollouts:
-        rewards = np.array(groups[rollout.group_id])
-        value = (rollout.reward - rewards.mean()) / (rewards.std(ddof=1) + 1e-6) if len(rewards) > 1 else 0.0
+        rewards, value = np.array(groups[rollout.group_id]), 0.0
+        if len(rewards) > 1 and estimator == "rloo":
+            value = rollout.reward - (rewards.sum() - rollout.reward) / (len(rewards) - 1)
+        elif len(rewards) > 1:
+            value = rollout.reward - rewards.mean()
+            value /= rewards.std(ddof=1) + 1e-6 if estimator == "grpo" else 1.0
         result.append(np.full(len(rollout), value) if rollout.advantage is None else rollout.advantage)
     return result
 

@@ -1,4 +1,4 @@
-"""Every objective is one and the same in `exact` and in `dense`, and every setting has an effect."""
+"""Each objective is the same in `exact`, `dense` and plain Hugging Face, and every setting has an effect."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import pytest
 
 from megatron_branch.rollouts.synthetic import odd_rollouts
 from tests.harness import run_ranks
+from tests.parity.hf_reference import reference
 from tests.parity.steps import Case, Numbers, assert_same, compute_all, worst_gradient
 from tests.tiny import write_tiny_model
 
@@ -41,9 +42,13 @@ OBJECTIVES: dict[str, dict[str, Any]] = {
 
 
 @pytest.fixture(scope="module")
-def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[tuple[int, ...] | str, Numbers]]:
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_tiny_model(tmp_path_factory.mktemp("models") / "qwen3", "qwen3", tied=True)
+
+
+@pytest.fixture(scope="module")
+def results(folder: Path) -> dict[str, dict[tuple[int, ...] | str, Numbers]]:
     """Per objective: the dense truth, and `exact` per layout."""
-    folder = write_tiny_model(tmp_path_factory.mktemp("models") / "qwen3", "qwen3", tied=True)
     rollouts = odd_rollouts(97, 0)
     settings = [tuple(sorted(objective.items())) for objective in OBJECTIVES.values()]
     dense = [Case(folder, gradient="dense", objective=objective) for objective in settings]
@@ -61,6 +66,14 @@ def test_exact_is_dense(results: dict[str, dict[Any, Numbers]], name: str) -> No
     for layout in LAYOUTS:
         case = Case(Path(name), layout)
         assert_same(case, results[name][layout], results[name]["dense"], FLOAT64)
+
+
+@pytest.mark.parametrize("name", OBJECTIVES)
+def test_dense_is_hugging_face(folder: Path, results: dict[str, dict[Any, Numbers]], name: str) -> None:
+    plain = reference(folder, odd_rollouts(97, 0), objective=OBJECTIVES[name])
+    dense = results[name]["dense"]
+    assert worst_gradient(dense, Numbers(gradients=plain.gradients))[0] < FLOAT64
+    assert abs(dense.loss - plain.loss) < FLOAT64
 
 
 @pytest.mark.parametrize("name", [name for name in OBJECTIVES if name != "default"])
