@@ -94,6 +94,7 @@ class PackedStep:
             positions=torch.cat([part.positions for part in parts]),
             shard=shard,
             attended=shard,
+            rows=tokens,
             head=_join_heads(parts, offsets),
             table=_join_tables(parts),
         )
