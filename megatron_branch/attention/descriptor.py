@@ -32,10 +32,13 @@ class PassDescriptor:
         cp_group: the ranks that pass queries to each other; None for one rank.
         ulysses_group: the ranks that exchange heads before and after attention; None for one rank.
         capture: the page to fill; None when the pass is not a capture.
-        roots: for a replay, collects each layer's keys and values `[t, G, D]` (after the exchange of heads) as graph
-            tensors: the page's own adjoint enters the backward there. None when the pass is not a replay.
+        roots: for a pass whose page's own adjoint will enter its backward, collects each layer's keys and values
+            `[t, G, D]` (after the exchange of heads) as graph tensors: it enters there. None for tails, and for
+            captures without autograd.
         state_only: nothing after the last layer's keys and values is needed: the last stage, and no head to run.
         head: where the head runs; None on other stages than the last, and for a unit without loss.
+        recompute_layers: each layer keeps its input alone, and is computed again in the backward. Neither `capture` nor
+            `roots` is set by then, so that state is taken once.
     """
 
     positions: Tensor
@@ -48,6 +51,7 @@ class PassDescriptor:
     roots: dict[int, tuple[Tensor, Tensor]] | None = None
     state_only: bool = False
     head: HeadRows | None = None
+    recompute_layers: bool = False
     _descending: bool = False
 
     @contextmanager
@@ -72,11 +76,14 @@ class PassDescriptor:
     def take_state(self, layer: int, k_tGD: Tensor, v_tGD: Tensor) -> None:
         """Keep what the pass must keep of a layer's keys and values (padding included) before they are attended to."""
         if self.capture is not None:
-            parts = [slice(start, end) for start, end in self.shard.valid] or [slice(0, 0)]
-            k_PGD, v_PGD = (torch.cat([x_tGD.detach()[part] for part in parts]) for x_tGD in (k_tGD, v_tGD))
-            self.capture.write(layer, k_PGD, v_PGD)
+            self.capture.write(layer, self._owned(k_tGD.detach()), self._owned(v_tGD.detach()))
         if self.roots is not None:
             self.roots[layer] = (k_tGD, v_tGD)
+
+    def _owned(self, x_tGD: Tensor) -> Tensor:
+        """What is no padding: a view where a graph keeps the memory in any case, else a copy that keeps no more."""
+        parts = [x_tGD[start:end] for start, end in self.shard.valid] or [x_tGD[:0]]
+        return parts[0] if self.roots is not None and len(parts) == 1 else torch.cat(parts)
 
 
 @dataclass(eq=False)

@@ -5,12 +5,14 @@ from __future__ import annotations
 from megatron_branch.config import Config
 from megatron_branch.engine.checked import check_run
 from megatron_branch.engine.outlook import fullest_rank, outlook
+from megatron_branch.engine.sizes import stage_sizes
 from megatron_branch.plan.build import make_plan
 from megatron_branch.plan.limits import Layout
 from megatron_branch.tracking.console import bytes_text
 from megatron_branch.tree.build import build_trees
 
 WIDTH = 100
+PLANNED = "planned"
 
 
 def dry_run(config: Config, *, world_size: int | None) -> str:
@@ -37,8 +39,9 @@ def dry_run(config: Config, *, world_size: int | None) -> str:
         layout=layout,
         aggregation=config.objective.aggregation,
         shape=checked.arch.shape(),
+        sizes=[stage.activations for stage in stage_sizes(config, checked.arch, device=PLANNED)],
     )
-    view = outlook(config, checked.arch, plan, trees, rollouts, world_size=ranks, device="planned")
+    view = outlook(config, checked.arch, plan, trees, rollouts, world_size=ranks, device=PLANNED)
     lines = [f"topology  {view.topology}", "trees     " + view.trees.replace("\n", "\n" + " " * 10)]
     if data.left_out:
         lines.append(f"data      {data.left_out}")
@@ -48,6 +51,7 @@ def dry_run(config: Config, *, world_size: int | None) -> str:
         f"bubble {100 * view.simulation.bubble_fraction:.1f} %, speed-up bound by FLOPs x{view.flops.bound:.2f}; "
         f"steps in all: {len(data.steps)}"
     )
-    kinds = ", ".join(f"{kind} {bytes_text(size)}" for kind, size in fullest_rank(config, checked.arch, plan).items())
+    peaks = fullest_rank(config, checked.arch, plan, device=PLANNED)
+    kinds = ", ".join(f"{kind} {bytes_text(size)}" for kind, size in peaks.items())
     lines.append(f"state on the fullest rank, peak by kind: {kinds}")
     return "\n".join(lines)

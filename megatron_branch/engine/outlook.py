@@ -7,19 +7,20 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from megatron_branch.config import Config
-from megatron_branch.engine.architecture import Architecture, stage_layers
+from megatron_branch.engine.architecture import Architecture
 from megatron_branch.engine.config import ParallelConfig
+from megatron_branch.engine.sizes import stage_sizes
 from megatron_branch.plan.cost import PlanFlops, plan_flops, unit_flops
 from megatron_branch.plan.plan import Plan
 from megatron_branch.rollouts.record import Rollout
-from megatron_branch.schedule.orders import pipeline_orders
+from megatron_branch.schedule.durations import token_durations
+from megatron_branch.schedule.orders import training_orders
 from megatron_branch.schedule.render import ascii_timeline, picture, text
 from megatron_branch.schedule.simulate import Simulation, simulate
-from megatron_branch.state.predict import kv_heads_here, predict_state, state_sizes
+from megatron_branch.state.bytes import KINDS
+from megatron_branch.state.predict import predict_state
 from megatron_branch.tree.node import Tree
 from megatron_branch.tree.stats import TreeStats, tree_stats
-
-DTYPE_BYTES = {"float64": 8, "float32": 4, "bfloat16": 2}
 
 
 @dataclass(frozen=True)
@@ -90,7 +91,8 @@ def outlook(
         scoring += plan.loss_tokens * arch.shape().head_flops
     busiest = max(range(dp), key=lambda rank: sum(unit.tokens for unit in plan.ranks[rank].units))
     units = plan.ranks[busiest].units
-    orders = pipeline_orders(units, sizes.pp)
+    orders = training_orders(plan, busiest, sizes.pp)
+    duration = token_durations(units, recompute_layers=plan.recompute_layers)
     return Outlook(
         topology=(
             f"{world_size} {device} ranks: {_tp_and_cp(sizes)}, pp {sizes.pp}, dp {dp}; "
@@ -101,7 +103,7 @@ def outlook(
         flops=flops,
         executed_flops=flops.executed + scoring,
         orders=tuple(text(order, units) for order in orders),
-        simulation=simulate(orders, units),
+        simulation=simulate(orders, units, duration=duration),
         busiest=busiest,
     )
 
@@ -115,24 +117,16 @@ def _tp_and_cp(sizes: ParallelConfig) -> str:
     return text
 
 
-def fullest_rank(config: Config, arch: Architecture, plan: Plan) -> dict[str, int]:
+def fullest_rank(config: Config, arch: Architecture, plan: Plan, *, device: str) -> dict[str, int]:
     """Predicted peak bytes of the state by kind, on the rank whose sum is largest.
 
     Walks every rank's order, so it is for headers and dry runs, not for every step.
     """
     sizes = config.parallel
-    largest: tuple[int, dict[str, int]] = (0, {"state": 0, "adjoint": 0, "stage_input": 0})
-    layers = stage_layers(arch, sizes.pp)
-    for rank in plan.ranks:
-        for stage, order in enumerate(pipeline_orders(rank.units, sizes.pp)):
-            per_token = state_sizes(
-                layers=layers[stage],
-                kv_heads=kv_heads_here(arch.kv_heads, tp=sizes.tp, ulysses=sizes.ulysses),
-                head_dim=arch.head_dim,
-                hidden=arch.hidden,
-                dtype_bytes=DTYPE_BYTES[config.model.dtype],
-                first_stage=stage == 0,
-            )
+    largest: tuple[int, dict[str, int]] = (0, dict.fromkeys(KINDS, 0))
+    stages = stage_sizes(config, arch, device=device)
+    for number, rank in enumerate(plan.ranks):
+        for order, per_token in zip(training_orders(plan, number, sizes.pp), stages, strict=True):
             for cp_rank in range(sizes.cp):
                 count = predict_state(
                     order,

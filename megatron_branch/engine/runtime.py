@@ -12,6 +12,7 @@ import torch.distributed as dist
 from megatron_branch.attention.kernel import Kernel
 from megatron_branch.engine.groups import Groups
 from megatron_branch.engine.step_batch import StepBatch
+from megatron_branch.plan.activations import ActivationSizes
 from megatron_branch.schedule.actions import Action
 from megatron_branch.schedule.link import Link
 from megatron_branch.schedule.runner import ForwardStep, Runner, Timers
@@ -24,6 +25,7 @@ class Runtime:
 
     Attributes:
         groups, kernel, link, store: see there.
+        activations: bytes of retained graphs.
         loss_scale: undoes what the host divides gradients by.
         timers: called with the kind of each action.
         progress: called after each action.
@@ -33,12 +35,13 @@ class Runtime:
     kernel: Kernel
     link: Link
     timers: Timers
+    activations: ActivationSizes
     loss_scale: float = 1.0
     store: StateStore = field(default_factory=StateStore)
     progress: Callable[[Action], None] | None = None
 
-    def runner(self, forward_step: ForwardStep) -> Runner:
-        """A runner of this rank's stage around a forward step."""
+    def runner(self, forward_step: ForwardStep, *, recompute_layers: bool) -> Runner:
+        """A runner of this rank's stage around a forward step, for a plan with this `recompute_layers`."""
         return Runner(
             forward_step=forward_step,
             store=self.store,
@@ -47,6 +50,8 @@ class Runtime:
             cp_group=self.groups.pass_q.group if self.groups.pass_q else None,
             ulysses_group=self.groups.ulysses.group if self.groups.ulysses else None,
             timers=self.timers,
+            activations=self.activations,
+            recompute_layers=recompute_layers,
             loss_scale=self.loss_scale,
             progress=self.progress,
         )

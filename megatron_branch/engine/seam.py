@@ -88,5 +88,5 @@ def _run_branch(
         model.set_input_tensor(stage_input)
         return forward_step_func(iter((current,)), model)
 
-    runner = step.runtime.runner(forward_step)
+    runner = step.runtime.runner(forward_step, recompute_layers=step.batch.plan.recompute_layers)
     return runner.run(step.order, step.batch, forward_only=forward_only)

@@ -21,6 +21,7 @@ from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from megatron.core.transformer.transformer_layer import TransformerLayer
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from megatron_branch.attention.branch import branch_attention, leave_state
 from megatron_branch.attention.descriptor import PassDescriptor
@@ -95,13 +96,33 @@ class BranchSelfAttention(SelfAttention):
 
 
 class BranchLayer(TransformerLayer):
-    """Megatron's layer. The last one of the model ends a pass that only leaves state at its keys and values."""
+    """Megatron's layer. The last one of the model ends a pass that only leaves state at its keys and values.
+
+    It can keep its input alone and be computed again in the backward.
+    """
 
     def forward(
         self, hidden_states: Tensor, *args: Any, packed_seq_params: BranchParams | None = None, **kwargs: Any
     ) -> tuple[Tensor, Tensor | None]:
         """As Megatron's; the output of a pass that ends here is its input, and is not used."""
         assert packed_seq_params is not None
+        if packed_seq_params.pass_descriptor.recompute_layers:
+            # Not reentrant: one graph, so that keys and values inside can be roots of the backward. Nothing is random
+            # in a layer, since dropout is refused.
+            return checkpoint(
+                self._compute,
+                hidden_states,
+                *args,
+                use_reentrant=False,
+                preserve_rng_state=False,
+                packed_seq_params=packed_seq_params,
+                **kwargs,
+            )
+        return self._compute(hidden_states, *args, packed_seq_params=packed_seq_params, **kwargs)
+
+    def _compute(
+        self, hidden_states: Tensor, *args: Any, packed_seq_params: BranchParams, **kwargs: Any
+    ) -> tuple[Tensor, Tensor | None]:
         if packed_seq_params.pass_descriptor.state_only and self.layer_number == self.config.num_layers:
             normed = self.input_layernorm(hidden_states)
             self.self_attention.write_state(normed, kwargs["rotary_pos_emb"], packed_seq_params)

@@ -19,16 +19,17 @@ from megatron_branch.engine.model import BranchGPTModel, build_model
 from megatron_branch.engine.model_config import DTYPES
 from megatron_branch.engine.runtime import BranchStep, Runtime, build_link
 from megatron_branch.engine.seam import get_forward_backward_func
+from megatron_branch.engine.sizes import stage_sizes
 from megatron_branch.engine.step_batch import StepBatch
 from megatron_branch.objective.advantages import advantages
 from megatron_branch.objective.logprobs import HeadSettings
 from megatron_branch.plan.build import make_plan
-from megatron_branch.plan.limits import Layout
+from megatron_branch.plan.limits import BranchConfig, Layout
 from megatron_branch.plan.plan import Plan, Unit
 from megatron_branch.plan.serial import digest
 from megatron_branch.rollouts.record import Rollout
 from megatron_branch.schedule.actions import Action
-from megatron_branch.schedule.orders import depth_first, match_passes, pipeline_orders, scoring_orders
+from megatron_branch.schedule.orders import depth_first, match_passes, scoring_orders, training_orders
 from megatron_branch.schedule.runner import Timers
 from megatron_branch.tree.build import build_trees
 from megatron_branch.tree.node import Tree
@@ -92,30 +93,30 @@ class Worker:
             sequence_parallel=config.parallel.sequence_parallel,
         )
         load_weights(self.model, self.source, self.arch, groups)
+        self.sizes = stage_sizes(config, self.arch, device=device.type)
         self.runtime = Runtime(
             groups=groups,
             kernel=select_kernel(config.attention.backend, device=device, dtype=dtype),
             link=build_link(groups, dtype=dtype, device=device, hidden=self.arch.hidden),
             timers=timers,
+            activations=self.sizes[groups.pp.rank].activations,
         )
         # ZeRO-3 gathers weights inside passes, so all data-parallel ranks must make the same ones.
         self.matched = config.zero.stage == 3
 
-    def plan(self, rollouts: Sequence[Rollout], *, gradient: str | None = None) -> PlannedStep:
+    def plan(self, rollouts: Sequence[Rollout], *, branch: BranchConfig | None = None) -> PlannedStep:
         """Plan a step (collective: a digest of the plan is compared over all ranks).
 
         Args:
             rollouts: the whole step, on every rank.
-            gradient: instead of `branch.gradient`.
+            branch: instead of the configuration's section.
 
         Raises:
             ValueError: no token is trained, or a KL penalty lacks reference log-probs.
             RuntimeError: ranks planned different steps.
         """
         check_reference(list(rollouts), self.config)
-        branch = self.config.branch
-        if gradient is not None:
-            branch = branch.model_copy(update={"gradient": gradient})
+        branch = branch or self.config.branch
         with self.timers("tree"):
             trees = build_trees(rollouts, share=branch.gradient != "dense")
         with self.timers("plan"):
@@ -128,6 +129,7 @@ class Worker:
                 layout=layout,
                 aggregation=self.config.objective.aggregation,
                 shape=self.arch.shape(),
+                sizes=[stage.activations for stage in self.sizes],
             )
             _same_on_all_ranks(digest(plan, rollouts), self.device)
             batch = StepBatch(
@@ -184,7 +186,7 @@ class Worker:
             scoring = match_passes([scoring_orders(rank.units, 1)[0] for rank in plan.ranks])
             return training[mine], scoring[mine]
         units, stage = plan.ranks[mine].units, self.groups.pp.rank
-        return pipeline_orders(units, stages)[stage], scoring_orders(units, stages)[stage]
+        return training_orders(plan, mine, stages)[stage], scoring_orders(units, stages)[stage]
 
     def logprobs(self, step: PlannedStep, reports: Reports) -> list[list[float]] | None:
         """Log-prob of every trained token per rollout, in token order, on global rank 0 (collective); None

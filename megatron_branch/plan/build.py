@@ -11,6 +11,7 @@ import heapq
 from collections.abc import Sequence
 from dataclasses import replace
 
+from megatron_branch.plan.activations import ActivationSizes, with_retained
 from megatron_branch.plan.cost import ModelShape, training_flops
 from megatron_branch.plan.limits import BranchConfig, Layout
 from megatron_branch.plan.pack import TreeUnits, tree_units
@@ -28,6 +29,7 @@ def make_plan(
     layout: Layout,
     aggregation: Aggregation,
     shape: ModelShape,
+    sizes: Sequence[ActivationSizes] = (),
 ) -> Plan:
     """Plan one step.
 
@@ -38,16 +40,19 @@ def make_plan(
         layout: mesh axes.
         aggregation: how token losses become one number.
         shape: sizes of the model, for the predicted cost of a tree.
+        sizes: bytes of retained graphs, per pipeline stage; not needed to recompute.
 
     Raises:
         ValueError: no rollout trains a token.
     """
     weights = row_weights(rollouts, aggregation)
-    per_tree = [tree_units(tree, rollouts, config) for tree in trees]
-    costs = [_tree_cost(planned, shape) for planned in per_tree]
+    per_tree = [_retained(tree_units(tree, rollouts, config), config, sizes, layout) for tree in trees]
+    costs = [_tree_cost(planned, shape, config) for planned in per_tree]
     ranks = tuple(_rank_plan(indices, per_tree) for indices in _assign(costs, layout.dp))
     return Plan(
         gradient=config.gradient,
+        activations=config.activations,
+        recompute_layers=config.recompute_layers,
         aggregation=aggregation,
         ranks=ranks,
         row_weights=weights,
@@ -59,9 +64,14 @@ def make_plan(
     )
 
 
-def _tree_cost(planned: TreeUnits, shape: ModelShape) -> float:
+def _retained(planned: TreeUnits, config: BranchConfig, sizes: Sequence[ActivationSizes], layout: Layout) -> TreeUnits:
+    return replace(planned, units=with_retained(planned.units, config, sizes, cp=layout.cp))
+
+
+def _tree_cost(planned: TreeUnits, shape: ModelShape, config: BranchConfig) -> float:
     pairs = zip(planned.units, planned.loss_rows, strict=True)
-    return sum(training_flops(unit, shape, rows=rows) for unit, rows in pairs)
+    layers = config.recompute_layers
+    return sum(training_flops(unit, shape, rows=rows, recompute_layers=layers) for unit, rows in pairs)
 
 
 def _assign(costs: Sequence[float], ranks: int) -> list[list[int]]:

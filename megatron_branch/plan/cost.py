@@ -2,8 +2,9 @@
 
 Forward of the linear layers: 2 FLOPs per weight and token (qkv, attention output, gated MLP with three matrices).
 Attention: two matrix products per causal (query, key) pair. Head: on trained positions only. Backward: 2x the forward
-for linear layers and head, 2.5x for attention (it computes the scores again). Embedding, norms and rotary positions are
-left out.
+for linear layers and head, 2.5x for attention (it computes the scores again). The replay of a retained unit is a
+backward alone; a pass that recomputes its layers adds one forward without head. Embedding, norms and rotary positions
+are left out.
 
 Always true:
 - an unpacked pass and a packed pass of the same segments count the same;
@@ -81,31 +82,39 @@ def unit_pairs(unit: Unit) -> int:
     return sum(causal_pairs(segment.tokens, segment.start) for segment in unit.segments)
 
 
-def unit_flops(unit: Unit, shape: ModelShape, *, phase: UnitPhase, rows: int = 0) -> float:
+def unit_flops(
+    unit: Unit, shape: ModelShape, *, phase: UnitPhase, rows: int = 0, recompute_layers: bool = False
+) -> float:
     """FLOPs of one pass of one unit.
 
     Args:
         unit: the unit.
         shape: sizes of the model.
-        phase: `capture` forward without head; `tail` and `replay` forward and backward; `score` forward with head.
+        phase: `capture` forward without head, with it where the unit is retained; `score` forward with head; `tail`
+            and `replay` forward and backward, the replay of a retained unit backward alone.
         rows: positions at which the head runs (0 leaves the head out).
+        recompute_layers: a tail, and a replay with a forward, runs its layers forward once more.
     """
     linear = float(unit.tokens * shape.linear_flops)
     attention = float(unit_pairs(unit) * shape.pair_flops)
     head = float(rows * shape.head_flops)
-    if phase == "capture":
-        return linear + attention
-    if phase == "score":
-        return linear + attention + head
-    return (linear + head) * (1 + LINEAR_BACKWARD) + attention * (1 + ATTENTION_BACKWARD)
+    forward = 0 if phase == "replay" and unit.retained else 1
+    backward = int(phase in ("tail", "replay"))
+    layers = forward + (forward * backward if recompute_layers else 0)
+    heads = 0 if phase == "capture" and not unit.retained else forward
+    return (
+        linear * (layers + backward * LINEAR_BACKWARD)
+        + attention * (layers + backward * ATTENTION_BACKWARD)
+        + head * (heads + backward * LINEAR_BACKWARD)
+    )
 
 
-def training_flops(unit: Unit, shape: ModelShape, *, rows: int = 0) -> float:
+def training_flops(unit: Unit, shape: ModelShape, *, rows: int = 0, recompute_layers: bool = False) -> float:
     """FLOPs of all passes of one unit in a training step."""
-    if unit.kind == "tail":
-        return unit_flops(unit, shape, phase="tail", rows=rows)
-    capture = unit_flops(unit, shape, phase="capture")
-    return capture + (unit_flops(unit, shape, phase="replay", rows=rows) if unit.replayed else 0.0)
+    phases: tuple[UnitPhase, ...] = ("tail",)
+    if unit.kind == "prefix":
+        phases = ("capture", "replay") if unit.replayed else ("capture",)
+    return sum(unit_flops(unit, shape, phase=phase, rows=rows, recompute_layers=recompute_layers) for phase in phases)
 
 
 def rollout_inputs(trees: Sequence[Tree]) -> dict[int, int]:
@@ -130,12 +139,13 @@ def plan_flops(plan: Plan, trees: Sequence[Tree], shape: ModelShape) -> PlanFlop
     by_phase = {"capture": 0.0, "tail": 0.0, "replay": 0.0}
     for rank in plan.ranks:
         for unit in rank.units:
+            again = plan.recompute_layers
             if unit.kind == "tail":
-                by_phase["tail"] += unit_flops(unit, shape, phase="tail")
+                by_phase["tail"] += unit_flops(unit, shape, phase="tail", recompute_layers=again)
                 continue
             by_phase["capture"] += unit_flops(unit, shape, phase="capture")
             if unit.replayed:
-                by_phase["replay"] += unit_flops(unit, shape, phase="replay")
+                by_phase["replay"] += unit_flops(unit, shape, phase="replay", recompute_layers=again)
     by_phase["head"] = plan.loss_tokens * shape.head_flops * (1 + LINEAR_BACKWARD)
     dense = dense_flops(plan, trees, shape)
     executed = sum(by_phase.values())

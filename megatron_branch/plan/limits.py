@@ -8,11 +8,10 @@ Always true:
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-from megatron_branch.plan.plan import Gradient
+from megatron_branch.plan.plan import Activations, Gradient
 
 
 class BranchConfig(BaseModel):
@@ -25,8 +24,19 @@ class BranchConfig(BaseModel):
         description="exact: the gradient of dense training; detached: the state of leading loss-free positions is a "
         "constant; dense: every rollout alone, full sequence",
     )
-    activations: Literal["recompute"] = Field(
-        default="recompute", description="recompute: a captured chunk is run again from its stage input in its replay"
+    activations: Activations = Field(
+        default="recompute",
+        description="recompute: a captured chunk is run again from its stage input in its replay; retain: it keeps its "
+        "graph, and the replay is a backward alone; auto: retain what fits `branch.activation_budget_bytes` "
+        "(not used by dense)",
+    )
+    activation_budget_bytes: int | None = Field(
+        default=None, ge=0, description="most bytes of retained graphs on a rank; required for auto, only for auto"
+    )
+    recompute_layers: bool = Field(
+        default=False,
+        description="passes that go backward at once (tails, replays of chunks that are not retained) keep one hidden "
+        "state per layer, and compute each layer again in their backward",
     )
     chunk_tokens: int | None = Field(
         default=None, ge=1, description="most tokens of one node in one pass (null: unlimited; not used by dense)"
@@ -34,6 +44,21 @@ class BranchConfig(BaseModel):
     pack_tokens: int = Field(
         default=2048, ge=1, description="most tokens of sibling tails packed into one pass (not used by dense)"
     )
+
+    @model_validator(mode="after")
+    def _budget_goes_with_auto(self) -> BranchConfig:
+        auto, budget = self.activations == "auto", self.activation_budget_bytes
+        if auto and budget is None:
+            raise ValueError(
+                "branch.activations=auto needs branch.activation_budget_bytes, the most bytes of retained graphs on a "
+                "rank; set it, or choose retain or recompute"
+            )
+        if not auto and budget is not None:
+            raise ValueError(
+                f"branch.activation_budget_bytes={budget} has no effect with branch.activations={self.activations}; "
+                "remove it or set branch.activations=auto"
+            )
+        return self
 
     @property
     def pack_limit(self) -> int:

@@ -18,6 +18,7 @@ from typing import Literal
 
 UnitKind = Literal["prefix", "tail"]
 Gradient = Literal["exact", "detached", "dense"]
+Activations = Literal["recompute", "retain", "auto"]
 Aggregation = Literal["token-mean", "seq-mean-token-sum", "seq-mean-token-mean"]
 
 
@@ -48,6 +49,8 @@ class Unit:
         trained: some rollout trains one of its targets.
         replayed: (prefix only) a gradient flows through it: always in exact mode; in detached mode only where it or a
             prefix before it on the path carries loss.
+        retained_bytes: (replayed only) what its capture's graph keeps until the replay, on the fullest rank; 0: it has
+            no graph, its replay runs forward again.
     """
 
     index: int
@@ -58,6 +61,12 @@ class Unit:
     context: tuple[int, ...]
     trained: bool
     replayed: bool
+    retained_bytes: int = 0
+
+    @property
+    def retained(self) -> bool:
+        """Its capture runs with autograd, and its replay is a backward alone."""
+        return self.retained_bytes > 0
 
     @property
     def tokens(self) -> int:
@@ -84,6 +93,9 @@ class Plan:
 
     Attributes:
         gradient: which gradient is computed.
+        activations: which captured chunks keep their graph.
+        recompute_layers: tails, and replays that run forward again, keep one hidden state per layer and compute each
+            layer again in their backward.
         aggregation: how token losses become one number.
         ranks: one entry per data-parallel rank.
         row_weights: per rollout, the weight of each of its trained tokens in the loss (already divided by the step's
@@ -96,6 +108,8 @@ class Plan:
     """
 
     gradient: Gradient
+    activations: Activations
+    recompute_layers: bool
     aggregation: Aggregation
     ranks: tuple[RankPlan, ...]
     row_weights: tuple[float, ...]

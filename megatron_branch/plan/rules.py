@@ -108,6 +108,8 @@ def _assert_gradient(unit: Unit, plan: Plan, tree: Tree, rollouts: Sequence[Roll
             assert not (constant and unit.kind == "tail"), f"{where}: a tail without loss"
             replayed = replayed and not constant
     assert unit.replayed == replayed, f"{where}: replayed={unit.replayed} in {plan.gradient} mode"
+    retained = {"recompute": False, "retain": replayed, "auto": unit.retained and replayed}[plan.activations]
+    assert unit.retained == retained, f"{where}: retained_bytes={unit.retained_bytes} under {plan.activations}"
 
 
 def _assert_cover(plan: Plan, trees: Sequence[Tree], rollouts: Sequence[Rollout]) -> None:

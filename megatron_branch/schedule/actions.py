@@ -23,8 +23,9 @@ class Action:
     Attributes:
         kind: capture, tail, replay or idle.
         unit: index into the rank's units, -1 for idle.
-        phase: `forward` for a capture, `both` for a replay (recompute, then backward); see the module for tails. An
-            idle stands for a capture (`forward`) or for a tail or replay (`both`).
+        phase: `forward` for a capture; for a replay `both` (recompute, then backward), or `backward` where the unit is
+            retained; see the module for tails. An idle stands for a capture (`forward`) or for a tail or replay
+            (`both`).
     """
 
     kind: Kind

@@ -4,7 +4,7 @@ Always true (`rules.assert_valid`):
 - every unit has its slots exactly once, inside the window from the capture to the replay of each unit that it reads;
 - both ends of a link see the same order of messages;
 - a stage has at most as many tails in flight as there are stages from it to the last;
-- a stage holds at most the state of the longest root-to-leaf path;
+- a stage holds at most the state of the longest root-to-leaf path, and the retained graphs of one such path;
 - no order waits for a message that is never sent.
 """
 
@@ -13,7 +13,7 @@ from __future__ import annotations
 import heapq
 from collections.abc import Sequence
 
-from megatron_branch.plan.plan import Unit
+from megatron_branch.plan.plan import Plan, Unit
 from megatron_branch.schedule.actions import Action, Phase
 from megatron_branch.schedule.durations import Duration, token_durations
 
@@ -30,7 +30,7 @@ def depth_first(units: Sequence[Unit]) -> tuple[Action, ...]:
         while len(path) > depth:
             unit = path.pop()
             if unit.replayed:
-                order.append(Action("replay", unit.index, "both"))
+                order.append(Action("replay", unit.index, "backward" if unit.retained else "both"))
 
     for unit in units:
         shared = 0
@@ -48,11 +48,17 @@ def depth_first(units: Sequence[Unit]) -> tuple[Action, ...]:
 
 def longest_path_tokens(units: Sequence[Unit]) -> int:
     """State positions of the longest root-to-leaf path of captured units: what depth first holds at most."""
-    return max((_path_tokens(unit, units) for unit in units), default=0)
+    return max((sum(units[prefix].tokens for prefix in _path(unit)) for unit in units), default=0)
 
 
-def _path_tokens(unit: Unit, units: Sequence[Unit]) -> int:
-    return sum(units[prefix].tokens for prefix in unit.context) + (unit.tokens if _is_prefix(unit) else 0)
+def largest_path_bytes(units: Sequence[Unit]) -> int:
+    """Bytes of retained graphs on the root-to-leaf path that has most: what depth first holds at most."""
+    return max((sum(units[prefix].retained_bytes for prefix in _path(unit)) for unit in units), default=0)
+
+
+def _path(unit: Unit) -> tuple[int, ...]:
+    """The captured units on its path, itself included."""
+    return (*unit.context, unit.index) if _is_prefix(unit) else unit.context
 
 
 def _is_prefix(unit: Unit) -> bool:
@@ -63,8 +69,7 @@ def touches(action: Action, units: Sequence[Unit]) -> tuple[int, ...]:
     """The prefix units whose state the action reads or writes."""
     if action.unit < 0:
         return ()
-    unit = units[action.unit]
-    return (*unit.context, unit.index) if _is_prefix(unit) else unit.context
+    return _path(units[action.unit])
 
 
 def releases(order: Sequence[Action], units: Sequence[Unit]) -> tuple[tuple[int, ...], ...]:
@@ -91,16 +96,18 @@ class _Stage:
         self.last = stage == stages - 1
         self.tails_allowed = stages - stage
         self.tokens_allowed = longest_path_tokens(units)
+        self.bytes_allowed = largest_path_bytes(units)
         self.final_order = depth_first(units)
         self.forwards = [unit.index for unit in units]
-        self.backwards = [action for action in self.final_order if action.phase == "both"]
-        self.freed = [sum(units[u].tokens for u in freed) for freed in releases(self.backwards, units)]
+        self.backwards = [action for action in self.final_order if action.phase != "forward"]
+        self.freed = releases(self.backwards, units)
         self.order: list[Action] = []
         self.forward_ends: list[float] = []
         self.backward_ends: list[float] = []
         self.free_at = 0.0
         self.tails = 0
         self.tokens = 0
+        self.bytes = 0
 
     def choose(self, forward_ready: bool, backward_ready: bool) -> Action | None:
         """The next action whose message is there: the last stage depth first, the others backward first."""
@@ -117,6 +124,7 @@ class _Stage:
         unit = self.units[self.forwards[len(self.forward_ends)]]
         if _is_prefix(unit):
             fits = self.tokens + unit.tokens <= self.tokens_allowed
+            fits = fits and self.bytes + unit.retained_bytes <= self.bytes_allowed
             return Action("capture", unit.index, "forward") if fits else None
         return Action("tail", unit.index, "forward") if self.tails < self.tails_allowed else None
 
@@ -128,9 +136,12 @@ class _Stage:
         if action.kind != "replay" and action.phase != "backward":
             self.forward_ends.append(end)
             self.tokens += unit.tokens if _is_prefix(unit) else 0
+            self.bytes += unit.retained_bytes
             self.tails += 0 if _is_prefix(unit) else 1
         if action.phase != "forward":
-            self.tokens -= self.freed[len(self.backward_ends)]
+            for prefix in self.freed[len(self.backward_ends)]:
+                self.tokens -= self.units[prefix].tokens
+                self.bytes -= self.units[prefix].retained_bytes
             self.backward_ends.append(end)
             self.tails -= 0 if _is_prefix(unit) else 1
 
@@ -142,15 +153,15 @@ def pipeline_orders(
 
     The last stage runs `depth_first`. Every stage runs its forwards (captures, tails) in unit order and its backwards
     (tails, replays) in the order of the last stage, a backward as soon as its message is there. Forwards run ahead,
-    also into the next tree, while at most `stages - s` tails are in flight on stage s and the captured state that is
-    not yet released fits the longest root-to-leaf path.
+    also into the next tree, while at most `stages - s` tails are in flight on stage s, the captured state that is not
+    yet released fits the longest root-to-leaf path, and the retained graphs fit the path that has most of them.
 
     This cannot deadlock. Let x be the forward that the last stage waits for. All that depth first puts before x is
     done there, so the backwards of it can run on every stage without any further forward. Once they have, take the
     first stage that has not yet run x, and its next forward y <= x in unit order, whose input is there. Every tail
     before y has had its backward, so no tail is in flight; every captured unit before y that is not yet released is an
-    ancestor of x and, since units stand depth first, of y: the state with y is one path and fits. So y can run, and by
-    induction x.
+    ancestor of x and, since units stand depth first, of y: the state with y is one path and fits, and so are the
+    graphs. So y can run, and by induction x.
 
     Args:
         units: the units of one data-parallel rank.
@@ -179,6 +190,12 @@ def pipeline_orders(
     orders = tuple(tuple(stage.order) for stage in pipeline)
     assert all(len(stage.backward_ends) == len(stage.backwards) for stage in pipeline), "the list scheduling got stuck"
     return orders
+
+
+def training_orders(plan: Plan, rank: int, stages: int) -> tuple[tuple[Action, ...], ...]:
+    """`pipeline_orders` of a data-parallel rank, with durations that follow the plan."""
+    units = plan.ranks[rank].units
+    return pipeline_orders(units, stages, duration=token_durations(units, recompute_layers=plan.recompute_layers))
 
 
 def _done(ends: Sequence[float], index: int, now: float) -> bool:

@@ -13,8 +13,14 @@ from collections.abc import Sequence
 from megatron_branch.plan.plan import Unit
 from megatron_branch.schedule.actions import Action
 from megatron_branch.schedule.names import action_name
-from megatron_branch.schedule.orders import longest_path_tokens
-from megatron_branch.schedule.simulate import peak_state_tokens, sends_backward, sends_forward, simulate
+from megatron_branch.schedule.orders import largest_path_bytes, longest_path_tokens
+from megatron_branch.schedule.simulate import (
+    peak_retained_bytes,
+    peak_state_tokens,
+    sends_backward,
+    sends_forward,
+    simulate,
+)
 
 
 def assert_valid(orders: Sequence[Sequence[Action]], units: Sequence[Unit], *, scoring: bool = False) -> None:
@@ -35,6 +41,8 @@ def assert_valid(orders: Sequence[Sequence[Action]], units: Sequence[Unit], *, s
         _assert_halves(order, units, len(orders) - stage, where)
         held, allowed = peak_state_tokens(order, units), longest_path_tokens(units)
         assert held <= allowed, f"{where}holds the state of {held} tokens, the longest path has {allowed}"
+        held, allowed = (0, 0) if scoring else (peak_retained_bytes(order, units), largest_path_bytes(units))
+        assert held <= allowed, f"{where}holds {held} bytes of graphs, the path with most has {allowed}"
     for stage in range(len(orders) - 1):
         _assert_link(orders, units, stage)
     simulate(orders, units)
@@ -46,7 +54,8 @@ def _expected(units: Sequence[Unit], *, last: bool, scoring: bool) -> Counter[Ac
     for unit in units:
         if unit.kind == "prefix":
             slots[Action("capture", unit.index, "forward")] += 1
-            slots[Action("replay", unit.index, "both")] += int(unit.replayed and not scoring)
+            replay = Action("replay", unit.index, "backward" if unit.retained else "both")
+            slots[replay] += int(unit.replayed and not scoring)
         elif scoring:
             slots[Action("tail", unit.index, "forward")] += 1
         elif last:

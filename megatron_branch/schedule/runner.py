@@ -2,15 +2,17 @@
 
 Three actions (design: a node owns its targets, so no pass reads another's output):
 
-- capture: forward without autograd; the pass writes its page, and keeps its stage input if it will be replayed;
+- capture: forward without autograd; the pass writes its page, and keeps its stage input if it will be replayed. That of
+  a retained unit runs with autograd, loss included, and keeps its graph instead;
 - tail: forward with autograd, loss, backward; the backward adds into the pages that it read;
-- replay: forward again from the stage input, backward seeded by the page's own adjoint at each layer's keys and values,
-  by the loss on the unit's own targets, and by the hidden gradient of the next stage.
+- replay: forward again from the stage input (not of a retained unit), backward seeded by the page's own adjoint at each
+  layer's keys and values, by the loss on the unit's own targets, and by the hidden gradient of the next stage.
 
 Always true:
 - all ranks of a unit (cp, tp) run the same collectives: every layer is seeded on every rank, with zeros where a rank
   owns nothing;
-- weights are not changed between the capture and the replay of a unit.
+- weights are not changed between the capture and the replay of a unit;
+- a graph is held from its forward to its one backward, and by nothing but the runner.
 """
 
 from __future__ import annotations
@@ -25,6 +27,7 @@ from torch import Tensor
 
 from megatron_branch.attention.descriptor import HeadRows, PassDescriptor
 from megatron_branch.attention.kernel import Kernel
+from megatron_branch.plan.activations import ActivationSizes
 from megatron_branch.plan.plan import Unit
 from megatron_branch.plan.shard import Shard
 from megatron_branch.schedule.actions import Action
@@ -88,8 +91,27 @@ Timers = Callable[[str], AbstractContextManager[Any]]
 
 @dataclass(eq=False)
 class _InFlight:
+    """A tail between its two halves."""
+
     stage_input: Tensor | None
     output: Tensor
+
+
+@dataclass(eq=False)
+class _Graph:
+    """The forward of a prefix unit, ready for its one backward.
+
+    Attributes:
+        stage_input: a leaf; None on the first stage.
+        roots: each layer's keys and values.
+        output: what went to the next stage; None on the last.
+        loss: on the unit's own targets, on the last stage, if it has any.
+    """
+
+    stage_input: Tensor | None
+    roots: dict[int, tuple[Tensor, Tensor]]
+    output: Tensor | None
+    loss: Tensor | None
 
 
 @dataclass(eq=False)
@@ -104,6 +126,8 @@ class Runner:
         kernel: attention kernel.
         cp_group, ulysses_group: of context parallelism, see `PassDescriptor`.
         loss_scale: what every loss is multiplied with before the backward, to undo what the host divides by later.
+        activations: bytes of retained graphs, for the store's count.
+        recompute_layers: tails and replays that run forward keep one hidden state per layer.
         timers: called with the action's kind around each action but idle.
         progress: called after each action.
     """
@@ -115,9 +139,12 @@ class Runner:
     cp_group: Any
     ulysses_group: Any
     timers: Timers
+    activations: ActivationSizes
+    recompute_layers: bool = False
     loss_scale: float = 1.0
     progress: Callable[[Action], None] | None = None
     _in_flight: dict[int, _InFlight] = field(default_factory=dict)
+    _retained: dict[int, _Graph] = field(default_factory=dict)
 
     def run(self, order: Sequence[Action], source: StepSource, *, forward_only: bool = False) -> list[Any]:
         """Run an order to its end.
@@ -145,6 +172,7 @@ class Runner:
                 self.link.close()
         finally:
             self._in_flight.clear()
+            self._retained.clear()
             self.link.abandon()
         return reports
 
@@ -153,7 +181,7 @@ class Runner:
             self._idle(source.idle(), forward_only, backward=action.phase == "both" and not forward_only)
             return
         unit = source.units[action.unit]
-        if action.phase == "backward":
+        if action.kind == "tail" and action.phase == "backward":
             self._tail_backward(unit)
         elif action.kind == "capture":
             self._capture(unit, source.tensors(unit.index), forward_only, reports)
@@ -162,8 +190,13 @@ class Runner:
         else:
             self._replay(unit, source.tensors(unit.index), reports)
 
-    def _describe(self, unit: Unit | None, tensors: UnitTensors, *, head: bool) -> PassDescriptor:
-        """The pass; on the last stage one whose head does not run ends at the last layer's keys and values."""
+    def _describe(
+        self, unit: Unit | None, tensors: UnitTensors, *, head: bool, backward_follows: bool
+    ) -> PassDescriptor:
+        """The pass; on the last stage one whose head does not run ends at the last layer's keys and values.
+
+        `backward_follows`: it goes backward at once, or as soon as the next stage has.
+        """
         last = self.link.next is None
         rows = tensors.head if head and last else None
         return PassDescriptor(
@@ -175,23 +208,30 @@ class Runner:
             ulysses_group=self.ulysses_group,
             head=rows,
             state_only=last and rows is None,
+            recompute_layers=self.recompute_layers and backward_follows,
         )
 
     def _capture(self, unit: Unit, tensors: UnitTensors, forward_only: bool, reports: list[Any]) -> None:
         page = self.store.open(unit.index, differentiable=unit.replayed and not forward_only)
-        descriptor = self._describe(unit, tensors, head=forward_only)
+        retained = unit.retained and not forward_only
+        descriptor = self._describe(unit, tensors, head=forward_only or retained, backward_follows=False)
         descriptor.capture = page
         stage_input = self.link.receive_forward(tensors.rows)
-        if page.differentiable and stage_input is not None:
-            page.keep_input(stage_input)
-        with torch.no_grad():
-            output, loss_function = self.forward_step(PassInput(unit, tensors, descriptor), stage_input)
-            self._report(unit, tensors, output, loss_function, reports)
+        if retained:
+            graph, output = self._forward(unit, tensors, descriptor, stage_input, reports)
+            self._retained[unit.index] = graph
+            page.count_graph(self.activations.of(unit, tensors.shard.local))
+        else:
+            if page.differentiable and stage_input is not None:
+                page.keep_input(stage_input)
+            with torch.no_grad():
+                output, loss_function = self.forward_step(PassInput(unit, tensors, descriptor), stage_input)
+                self._report(unit, tensors, output, loss_function, reports)
         if self.link.next is not None:
             self.link.send_forward(unit.index, output, one_way=forward_only)
 
     def _tail(self, unit: Unit, tensors: UnitTensors, forward_only: bool, reports: list[Any]) -> None:
-        descriptor = self._describe(unit, tensors, head=True)
+        descriptor = self._describe(unit, tensors, head=True, backward_follows=not forward_only)
         stage_input = self._differentiable(self.link.receive_forward(tensors.rows), not forward_only)
         with torch.set_grad_enabled(not forward_only):
             output, loss_function = self.forward_step(PassInput(unit, tensors, descriptor), stage_input)
@@ -212,32 +252,47 @@ class Runner:
 
     def _replay(self, unit: Unit, tensors: UnitTensors, reports: list[Any]) -> None:
         page = self.store.page(unit.index)
+        if unit.retained:
+            self._backward(unit, tensors, page, self._retained.pop(unit.index))
+            return
+        descriptor = self._describe(unit, tensors, head=True, backward_follows=True)
         with page.stage_input() as kept:
-            self._replay_from(page, self._differentiable(kept, True), unit, tensors, reports)
+            graph, _ = self._forward(unit, tensors, descriptor, kept, reports)
+            self._backward(unit, tensors, page, graph)
 
-    def _replay_from(
-        self, page: Page, stage_input: Tensor | None, unit: Unit, tensors: UnitTensors, reports: list[Any]
-    ) -> None:
-        descriptor = self._describe(unit, tensors, head=True)
-        descriptor.roots = {}
-        try:
-            output, loss_function = self.forward_step(PassInput(unit, tensors, descriptor), stage_input)
-            loss = self._report(unit, tensors, output, loss_function, reports)
-            ends, seeds = _state_seeds(page, descriptor)
-        finally:
-            descriptor.roots = None  # the graph holds the descriptor, and through the roots would hold itself for ever
-        if self.link.next is not None:
-            ends.append(output)
+    def _backward(self, unit: Unit, tensors: UnitTensors, page: Page, graph: _Graph) -> None:
+        """The backward of a prefix unit, seeded by its page's adjoints, the next stage or its own loss."""
+        ends, seeds = _state_seeds(page, graph.roots, tensors.attended)
+        if graph.output is not None:
+            ends.append(graph.output)
             seeds.append(self.link.receive_backward(unit.index, tensors.rows))
-        elif loss is not None:
-            ends.append(loss * self.loss_scale)
+        elif graph.loss is not None:
+            ends.append(graph.loss * self.loss_scale)
             seeds.append(None)
         torch.autograd.backward(ends, seeds)
-        self._send_gradient(unit, stage_input)
+        self._send_gradient(unit, graph.stage_input)
+
+    def _forward(
+        self,
+        unit: Unit,
+        tensors: UnitTensors,
+        descriptor: PassDescriptor,
+        stage_input: Tensor | None,
+        reports: list[Any],
+    ) -> tuple[_Graph, Any]:
+        """The differentiable forward of a prefix unit: its graph, and the output."""
+        roots = descriptor.roots = {}
+        leaf = self._differentiable(stage_input, True)
+        try:
+            output, loss_function = self.forward_step(PassInput(unit, tensors, descriptor), leaf)
+            loss = self._report(unit, tensors, output, loss_function, reports)
+        finally:
+            descriptor.roots = None  # the graph holds the descriptor, and through the roots would hold itself for ever
+        return _Graph(leaf, roots, output if self.link.next is not None else None, loss), output
 
     def _idle(self, tensors: UnitTensors, forward_only: bool, *, backward: bool) -> None:
         """The collectives of a capture, or of a tail or replay, with a loss over no entries."""
-        descriptor = self._describe(None, tensors, head=backward or forward_only)
+        descriptor = self._describe(None, tensors, head=backward or forward_only, backward_follows=backward)
         with torch.set_grad_enabled(backward):
             output, loss_function = self.forward_step(PassInput(None, tensors, descriptor), None)
             if backward:
@@ -263,14 +318,15 @@ class Runner:
             self.link.send_backward(unit.index, stage_input.grad)
 
 
-def _state_seeds(page: Page, descriptor: PassDescriptor) -> tuple[list[Tensor], list[Tensor | None]]:
+def _state_seeds(
+    page: Page, roots: dict[int, tuple[Tensor, Tensor]], shard: Shard
+) -> tuple[list[Tensor], list[Tensor | None]]:
     """Each layer's keys and values as graph tensors, and the page's adjoints padded to them."""
-    assert descriptor.roots is not None
     ends: list[Tensor] = []
     seeds: list[Tensor | None] = []
-    for layer, pair in descriptor.roots.items():
+    for layer, pair in roots.items():
         ends += pair
-        seeds += _layer_seeds(page, layer, pair, descriptor.shard)
+        seeds += _layer_seeds(page, layer, pair, shard)
     return ends, seeds
 
 

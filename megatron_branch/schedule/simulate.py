@@ -7,7 +7,7 @@ Always true:
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from megatron_branch.plan.plan import Unit
@@ -38,6 +38,7 @@ class Simulation:
         bubble_fraction: share of `stages * makespan` in which a stage does nothing; 0 without work.
         busy: per stage, time spent in actions.
         peak_state_tokens: per stage, most positions of captured state held at once.
+        peak_retained_bytes: per stage, most bytes of retained graphs held at once, as the plan counts them.
         spans: by stage, then slot.
     """
 
@@ -45,6 +46,7 @@ class Simulation:
     bubble_fraction: float
     busy: tuple[float, ...]
     peak_state_tokens: tuple[int, ...]
+    peak_retained_bytes: tuple[int, ...]
     spans: tuple[Span, ...]
 
 
@@ -119,15 +121,25 @@ def _summary(orders: Sequence[Sequence[Action]], units: Sequence[Unit], spans: S
         bubble_fraction=1 - sum(busy) / available if available else 0.0,
         busy=busy,
         peak_state_tokens=tuple(peak_state_tokens(order, units) for order in orders),
+        peak_retained_bytes=tuple(peak_retained_bytes(order, units) for order in orders),
         spans=tuple(span for stage in spans for span in stage),
     )
 
 
 def peak_state_tokens(order: Sequence[Action], units: Sequence[Unit]) -> int:
     """Most positions of captured state that a stage holds at once."""
+    return _peak(order, units, lambda unit: unit.tokens)
+
+
+def peak_retained_bytes(order: Sequence[Action], units: Sequence[Unit]) -> int:
+    """Most bytes of retained graphs that a stage holds at once in a training order."""
+    return _peak(order, units, lambda unit: unit.retained_bytes)
+
+
+def _peak(order: Sequence[Action], units: Sequence[Unit], size: Callable[[Unit], int]) -> int:
     held = peak = 0
     for action, freed in zip(order, releases(order, units), strict=True):
-        held += units[action.unit].tokens if action.kind == "capture" else 0
+        held += size(units[action.unit]) if action.kind == "capture" else 0
         peak = max(peak, held)
-        held -= sum(units[prefix].tokens for prefix in freed)
+        held -= sum(size(units[prefix]) for prefix in freed)
     return peak

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 from megatron_branch.state.placement import PLACES, Place
 
-KINDS = ("state", "adjoint", "stage_input", "moving")
+KINDS = ("state", "adjoint", "stage_input", "moving", "activations")
 
 
 @dataclass
@@ -15,7 +15,8 @@ class ByteCount:
 
     Attributes:
         now, peak: by kind: `state` (K/V), `adjoint`, `stage_input`, each where the placement keeps it, and `moving`:
-            copies on their way between places, and stage inputs gathered for a replay.
+            copies on their way between places, and stage inputs gathered for a replay; `activations`: graphs that are
+            retained for replays.
         now_at, peak_at: by place: `device`, `host`, `nvme`.
         peak_total: peak of the sum of everything.
     """

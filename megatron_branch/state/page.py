@@ -39,12 +39,14 @@ class Page:
         keeper: keeps its tensors.
         replicas: the ranks that hold the same stage input.
         differentiable: a gradient flows into it; a page of a constant unit has no adjoint.
+        activation_bytes: of the unit's retained graph, which the runner holds; 0 where there is none.
     """
 
     unit: int
     keeper: Keeper
     replicas: Replicas
     differentiable: bool
+    activation_bytes: int = 0
     _state: dict[int, Kept] = field(default_factory=dict)
     _adjoint: dict[int, Kept] = field(default_factory=dict)
     _input: Kept | None = None
@@ -113,6 +115,11 @@ class Page:
         self._input_rows = hidden.shape[0]
         self._input = self.keeper.keep(Key("stage_input", self.unit, 0), (self.replicas.part(hidden),))
 
+    def count_graph(self, size: int) -> None:
+        """Count the bytes of the unit's retained graph, keys and values aside, as long as this page lives."""
+        self.activation_bytes = size
+        self.keeper.count.add("activations", size)
+
     @contextmanager
     def stage_input(self) -> Iterator[Tensor | None]:
         """The hidden states that were kept, whole (collective over the replicas); None on the first stage."""
@@ -138,7 +145,8 @@ class Page:
         for kept in (*self._state.values(), *self._adjoint.values(), self._input):
             if kept is not None:
                 kept.free()
-        self._state, self._adjoint, self._input = {}, {}, None
+        self.keeper.count.add("activations", -self.activation_bytes)
+        self._state, self._adjoint, self._input, self.activation_bytes = {}, {}, None, 0
 
 
 @contextmanager

@@ -8,6 +8,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from megatron_branch.plan.activations import ActivationSizes, Precision, StageShape, activation_sizes
+from megatron_branch.plan.cost import ModelShape
 from megatron_branch.plan.plan import Unit
 from megatron_branch.plan.shard import Shard, shard_unit
 from megatron_branch.schedule.actions import Action
@@ -23,11 +25,13 @@ class StateSizes:
         kv: keys and values of all layers of the stage, local KV heads, in the model's dtype.
         adjoint: the same in the accumulation dtype.
         stage_input: hidden states entering the stage; 0 on the first stage.
+        activations: of retained graphs.
     """
 
     kv: int
     adjoint: int
     stage_input: int
+    activations: ActivationSizes
 
 
 def kv_heads_here(kv_heads: int, *, tp: int, ulysses: int = 1) -> int:
@@ -35,16 +39,14 @@ def kv_heads_here(kv_heads: int, *, tp: int, ulysses: int = 1) -> int:
     return max(kv_heads // tp // ulysses, 1)
 
 
-def state_sizes(
-    *, layers: int, kv_heads: int, head_dim: int, hidden: int, dtype_bytes: int, first_stage: bool
-) -> StateSizes:
-    """Sizes of a stage with `layers` layers and `kv_heads` KV heads per rank."""
-    elements = 2 * layers * kv_heads * head_dim
-    accumulated = 8 if dtype_bytes == 8 else 4
+def state_sizes(shape: ModelShape, stage: StageShape, precision: Precision, *, qk_norm: bool) -> StateSizes:
+    """Sizes of a stage; arguments as of `activation_sizes`."""
+    elements = 2 * stage.layers * kv_heads_here(shape.kv_heads, tp=stage.tp, ulysses=stage.ulysses) * shape.head_dim
     return StateSizes(
-        kv=elements * dtype_bytes,
-        adjoint=elements * accumulated,
-        stage_input=0 if first_stage else hidden * dtype_bytes,
+        kv=elements * precision.dtype_bytes,
+        adjoint=elements * precision.accumulated,
+        stage_input=0 if stage.first else shape.hidden * precision.dtype_bytes,
+        activations=activation_sizes(shape, stage, precision, qk_norm=qk_norm),
     )
 
 
@@ -78,9 +80,13 @@ def predict_state(
     for action, done in zip(order, releases(order, units), strict=True):
         if action.kind == "capture":
             unit = units[action.unit]
-            rows = shard(unit).local // sequence_parallel
-            held[unit.index] = {"stage_input": rows * sizes.stage_input if unit.replayed else 0}
-            held[unit.index]["state"] = shard(unit, ulysses).owned * sizes.kv
+            local = shard(unit).local
+            again = unit.replayed and not unit.retained
+            held[unit.index] = {
+                "stage_input": local // sequence_parallel * sizes.stage_input if again else 0,
+                "state": shard(unit, ulysses).owned * sizes.kv,
+                "activations": sizes.activations.of(unit, local) if unit.retained else 0,
+            }
             for kind, size in held[unit.index].items():
                 count.add(kind, size)
         elif action.kind != "idle" and action.phase != "forward":

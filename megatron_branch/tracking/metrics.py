@@ -59,7 +59,7 @@ METRICS: tuple[Metric, ...] = (
     ),
     Metric("branch/shared_tokens", "tokens", "last", "tokens of dense training that the plan leaves out"),
     Metric("branch/tails_per_tree", "1", "mean", "tails of a tree"),
-    Metric("branch/state_bytes_peak", "bytes", "max", "most bytes of state, adjoints and stage inputs on one rank"),
+    Metric("branch/state_bytes_peak", "bytes", "max", "most bytes of state, adjoints, stage inputs, graphs on a rank"),
     Metric(
         "branch/bubble_fraction", "fraction", "last", "idle share of the pipeline, by the simulation of the schedule"
     ),

@@ -13,7 +13,6 @@ from torch import Tensor
 
 from megatron_branch.config import Config, make_config
 from megatron_branch.engine import host_cpu
-from megatron_branch.engine.architecture import stage_layers
 from megatron_branch.engine.checked import check_model
 from megatron_branch.engine.convert import gather_full
 from megatron_branch.engine.dump import untimed
@@ -24,7 +23,7 @@ from megatron_branch.engine.worker import PlannedStep, Worker
 from megatron_branch.objective.reduce import reduce_losses
 from megatron_branch.rollouts.record import Rollout
 from megatron_branch.state.bytes import ByteCount
-from megatron_branch.state.predict import kv_heads_here, predict_state, state_sizes
+from megatron_branch.state.predict import predict_state
 from tests.worlds import leave_layout
 
 
@@ -44,6 +43,9 @@ class Case:
     dtype: str = "float64"
     ulysses: int = 1
     sequence_parallel: bool = False
+    activations: str = "recompute"
+    budget_bytes: int | None = None
+    recompute_layers: bool = False
     objective: tuple[tuple[str, Any], ...] = ()
 
     @property
@@ -64,6 +66,9 @@ class Case:
                     "gradient": self.gradient,
                     "chunk_tokens": self.chunk_tokens,
                     "pack_tokens": self.pack_tokens,
+                    "activations": self.activations,
+                    "activation_budget_bytes": self.budget_bytes,
+                    "recompute_layers": self.recompute_layers,
                 },
                 "objective": dict(self.objective),
                 "optimizer": {"name": "sgd", "lr": 0.1, "clip_grad": 0.0},
@@ -78,6 +83,7 @@ class Case:
         layout = "tp{} cp{} pp{} dp{}".format(*self.layout) + f" ulysses {self.ulysses}"
         layout += " sequence parallel" if self.sequence_parallel else ""
         settings = [self.model.name, layout, self.gradient, self.dtype]
+        settings.append(f"{self.activations} {self.budget_bytes} {'layers' if self.recompute_layers else ''}")
         return " ".join(
             [*settings, f"chunk {self.chunk_tokens}", f"pack {self.pack_tokens}", str(dict(self.objective))]
         )
@@ -93,7 +99,7 @@ class Numbers:
         loss, grad_norm: of the step.
         max_log_ratio: largest |current - old log-prob|.
         state_bytes, predicted_bytes: this rank's peak by kind and of their sum, measured and predicted.
-        replays: number of prefix units of this rank that are replayed.
+        replays, retained: number of prefix units of this rank that are replayed; of those that keep their graph.
     """
 
     gradients: dict[str, Tensor] = field(default_factory=dict)
@@ -104,6 +110,7 @@ class Numbers:
     state_bytes: dict[str, int] = field(default_factory=dict)
     predicted_bytes: dict[str, int] = field(default_factory=dict)
     replays: int = 0
+    retained: int = 0
 
 
 def in_layout(case: Case, compute: Callable[[Worker], Any]) -> Any:
@@ -142,26 +149,18 @@ def one_step(worker: Worker, rollouts: Sequence[Rollout], host: PlainHost) -> Nu
         state_bytes=_peaks(worker.runtime.store.count),
         predicted_bytes=_predicted(worker, step),
         replays=sum(unit.replayed for unit in step.units),
+        retained=sum(unit.retained for unit in step.units),
     )
 
 
 def _predicted(worker: Worker, step: PlannedStep) -> dict[str, int]:
-    arch, groups = worker.arch, worker.groups
-    parallel = worker.config.parallel
-    sizes = state_sizes(
-        layers=stage_layers(arch, groups.pp.size)[groups.pp.rank],
-        kv_heads=kv_heads_here(arch.kv_heads, tp=groups.tp.size, ulysses=parallel.ulysses),
-        head_dim=arch.head_dim,
-        hidden=arch.hidden,
-        dtype_bytes=next(worker.model.parameters()).element_size(),
-        first_stage=groups.first_stage,
-    )
+    parallel, cp = worker.config.parallel, worker.groups.cp
     predicted = predict_state(
         step.order,
         step.units,
-        sizes,
-        cp=groups.cp.size,
-        cp_rank=groups.cp.rank,
+        worker.sizes[worker.groups.pp.rank],
+        cp=cp.size,
+        cp_rank=cp.rank,
         ulysses=parallel.ulysses,
         sequence_parallel=parallel.sequence_ranks,
     )

@@ -118,13 +118,17 @@ def dropped_value_adjoint() -> AbstractContextManager[Any]:
 
 def detached_middle_node() -> AbstractContextManager[Any]:
     """Chunks that have ancestors are replayed without what their readers left in their adjoints."""
-    original = runner._state_seeds
+    seeds, original = runner._state_seeds, Runner._backward
 
-    def seeds(page: Page, descriptor: PassDescriptor) -> Any:
-        ends, values = original(page, descriptor)
-        return ends, [torch.zeros_like(seed) for seed in values] if descriptor.context else values
+    def none(*args: Any) -> Any:
+        ends, values = seeds(*args)
+        return ends, [torch.zeros_like(seed) for seed in values]
 
-    return patch.object(runner, "_state_seeds", seeds)
+    def backward(self: Runner, unit: Unit, *args: Any) -> None:
+        with patch.object(runner, "_state_seeds", none) if unit.context else nullcontext():
+            original(self, unit, *args)
+
+    return patch.object(Runner, "_backward", backward)
 
 
 def tail_local_positions() -> AbstractContextManager[Any]:

@@ -10,7 +10,7 @@ from megatron_branch.plan.limits import BranchConfig, Layout
 
 @pytest.mark.parametrize(
     "values",
-    [{"gradient": "approximate"}, {"chunk_tokens": 0}, {"pack_tokens": 0}, {"activations": "retain"}, {"chunks": 4}],
+    [{"gradient": "approximate"}, {"chunk_tokens": 0}, {"pack_tokens": 0}, {"activations": "keep"}, {"chunks": 4}],
     ids=lambda values: next(iter(values)),
 )
 def test_values_out_of_range_are_refused_by_key(values: dict[str, object]) -> None:

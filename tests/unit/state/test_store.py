@@ -18,14 +18,21 @@ def test_bytes_by_kind_now_and_at_the_peak() -> None:
         page.add_adjoint(1, *kv(3, torch.bfloat16))
         page.add_adjoint(1, *kv(3, torch.bfloat16))
         page.keep_input(torch.zeros(4, 1, 8, dtype=torch.bfloat16))
-        assert store.count.now == {"state": 2 * 24 * 2, "adjoint": 2 * 24 * 4, "stage_input": 64, "moving": 0}
+        page.count_graph(5)
+        assert store.count.now == {
+            "state": 2 * 24 * 2,
+            "adjoint": 2 * 24 * 4,
+            "stage_input": 64,
+            "moving": 0,
+            "activations": 5,
+        }
         with page.own_adjoint(1) as adjoints:
             for adjoint in adjoints:
                 assert adjoint.dtype == torch.float32 and torch.equal(adjoint, torch.full((3, 2, 4), 2.0))
         store.release(0)
         assert set(store.count.now.values()) == {0}
-    assert store.count.peak == {"state": 96, "adjoint": 192, "stage_input": 64, "moving": 0}
-    assert store.count.peak_total == 96 + 192 + 64
+    assert store.count.peak == {"state": 96, "adjoint": 192, "stage_input": 64, "moving": 0, "activations": 5}
+    assert store.count.peak_total == 96 + 192 + 64 + 5
 
 
 def test_a_running_bfloat16_sum_would_lose_what_the_adjoint_keeps() -> None:
