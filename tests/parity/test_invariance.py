@@ -17,6 +17,7 @@ from tests.tiny import write_tiny_model
 
 ROLLOUTS = odd_rollouts(97, 0)
 FLOAT64 = 1e-10
+SPLITS = [(1, 1), (2, 1), (2, 2)]  # context-parallel ranks, size of the Ulysses groups
 
 
 @pytest.fixture(scope="module")
@@ -50,26 +51,27 @@ def test_trees_split_into_single_rollouts(folder: Path) -> None:
     assert_same(case, single, dense, FLOAT64)
 
 
-@pytest.mark.parametrize("layout", [(1, 1, 1, 1), (1, 2, 1, 1)], ids=["one rank", "cp 2"])
-def test_a_tree_of_one_rollout_is_ordinary_training(folder: Path, layout: tuple[int, int, int, int]) -> None:
+@pytest.mark.parametrize(("cp", "ulysses"), SPLITS, ids=["one rank", "pass-Q", "Ulysses"])
+def test_a_tree_of_one_rollout_is_ordinary_training(folder: Path, cp: int, ulysses: int) -> None:
     """Bit for bit: unlimited chunks make it one pass, the dense one."""
+    case = Case(folder, (1, cp, 1, 1), ulysses=ulysses)
     rollout = [replace(ROLLOUTS[0], advantage=np.full(len(ROLLOUTS[0]), -0.7))]
-    dense, exact = on_ranks((Case(folder, layout, "dense"), rollout), (Case(folder, layout), rollout))
+    dense, exact = on_ranks((replace(case, gradient="dense"), rollout), (case, rollout))
     assert exact.replays == 0
     assert exact.logprobs == dense.logprobs and exact.loss == dense.loss
     assert all(torch.equal(exact.gradients[name], dense.gradients[name]) for name in dense.gradients)
 
 
 @pytest.mark.parametrize("chunk", [None, 4], ids=["whole tails", "cut tails"])
-@pytest.mark.parametrize("layout", [(1, 1, 1, 1), (1, 2, 1, 1)], ids=["one rank", "cp 2"])
-def test_siblings_do_not_leak(folder: Path, layout: tuple[int, int, int, int], chunk: int | None) -> None:
+@pytest.mark.parametrize(("cp", "ulysses"), SPLITS, ids=["one rank", "pass-Q", "Ulysses"])
+def test_siblings_do_not_leak(folder: Path, cp: int, ulysses: int, chunk: int | None) -> None:
     """Other tokens in one tail leave the log-probs of all other rollouts as they are, to the last bit."""
     spec = SyntheticSpec(vocab_size=97, groups=1, prefix_tokens=(9, 6), fan_out=(2, 3), tail_tokens=(11, 5, 8), seed=1)
     rollouts = synthetic_rollouts(spec)
     ids = rollouts[1].token_ids.copy()
     ids[-4:] = (ids[-4:] + 31) % 97
     altered = [replace(r, token_ids=ids) if i == 1 else r for i, r in enumerate(rollouts)]
-    case = Case(folder, layout, chunk_tokens=chunk)
+    case = Case(folder, (1, cp, 1, 1), chunk_tokens=chunk, ulysses=ulysses)
     before, after = on_ranks((case, rollouts), (case, altered))
     same = [mine == theirs for mine, theirs in zip(before.logprobs, after.logprobs, strict=True)]
     assert same == [index != 1 for index in range(len(rollouts))]
