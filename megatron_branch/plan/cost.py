@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from megatron_branch.plan.plan import Plan, Unit
 from megatron_branch.tree.node import Tree
@@ -72,6 +72,14 @@ class PlanFlops:
     by_phase: dict[str, float]
 
 
+class PassFlops(NamedTuple):
+    """FLOPs of one pass: of linear layers, of attention, of the head."""
+
+    linear: float
+    attention: float
+    head: float
+
+
 def causal_pairs(tokens: int, context: int = 0) -> int:
     """Number of (query, key) pairs of `tokens` queries that see `context` keys and, causally, each other."""
     return tokens * context + tokens * (tokens + 1) // 2
@@ -82,10 +90,10 @@ def unit_pairs(unit: Unit) -> int:
     return sum(causal_pairs(segment.tokens, segment.start) for segment in unit.segments)
 
 
-def unit_flops(
+def pass_flops(
     unit: Unit, shape: ModelShape, *, phase: UnitPhase, rows: int = 0, recompute_layers: bool = False
-) -> float:
-    """FLOPs of one pass of one unit.
+) -> PassFlops:
+    """FLOPs of one pass of one unit, by what computes them.
 
     Args:
         unit: the unit.
@@ -95,18 +103,22 @@ def unit_flops(
         rows: positions at which the head runs (0 leaves the head out).
         recompute_layers: a tail, and a replay with a forward, runs its layers forward once more.
     """
-    linear = float(unit.tokens * shape.linear_flops)
-    attention = float(unit_pairs(unit) * shape.pair_flops)
-    head = float(rows * shape.head_flops)
     forward = 0 if phase == "replay" and unit.retained else 1
     backward = int(phase in ("tail", "replay"))
     layers = forward + (forward * backward if recompute_layers else 0)
     heads = 0 if phase == "capture" and not unit.retained else forward
-    return (
-        linear * (layers + backward * LINEAR_BACKWARD)
-        + attention * (layers + backward * ATTENTION_BACKWARD)
-        + head * (heads + backward * LINEAR_BACKWARD)
+    return PassFlops(
+        linear=unit.tokens * shape.linear_flops * (layers + backward * LINEAR_BACKWARD),
+        attention=unit_pairs(unit) * shape.pair_flops * (layers + backward * ATTENTION_BACKWARD),
+        head=rows * shape.head_flops * (heads + backward * LINEAR_BACKWARD),
     )
+
+
+def unit_flops(
+    unit: Unit, shape: ModelShape, *, phase: UnitPhase, rows: int = 0, recompute_layers: bool = False
+) -> float:
+    """All FLOPs of one pass of one unit; arguments as of `pass_flops`."""
+    return sum(pass_flops(unit, shape, phase=phase, rows=rows, recompute_layers=recompute_layers))
 
 
 def training_flops(unit: Unit, shape: ModelShape, *, rows: int = 0, recompute_layers: bool = False) -> float:

@@ -48,12 +48,14 @@ def depth_first(units: Sequence[Unit]) -> tuple[Action, ...]:
 
 def longest_path_tokens(units: Sequence[Unit]) -> int:
     """State positions of the longest root-to-leaf path of captured units: what depth first holds at most."""
-    return max((sum(units[prefix].tokens for prefix in _path(unit)) for unit in units), default=0)
+    return max((unit.context_tokens + (unit.tokens if _is_prefix(unit) else 0) for unit in units), default=0)
 
 
 def largest_path_bytes(units: Sequence[Unit]) -> int:
     """Bytes of retained graphs on the root-to-leaf path that has most: what depth first holds at most."""
-    return max((sum(units[prefix].retained_bytes for prefix in _path(unit)) for unit in units), default=0)
+    if not any(unit.retained for unit in units):
+        return 0
+    return max(sum(units[prefix].retained_bytes for prefix in _path(unit)) for unit in units)
 
 
 def _path(unit: Unit) -> tuple[int, ...]:
