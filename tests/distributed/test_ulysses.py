@@ -137,7 +137,8 @@ def one_case(prefix: int, segments: tuple[int, ...], kv_heads: int, *, groups: G
         leaves = first.leaves(q, k, v)
         replay = first.describe(roots={})
         out = branch_attention(*leaves, replay, LAYER)
-        ends, seeds = runner._state_seeds(page, replay)
+        assert replay.roots is not None
+        ends, seeds = runner._state_seeds(page, replay.roots, replay.shard)
         torch.autograd.backward([out, *ends], [first.local(dout, 0.0), *seeds])
         pairs += [(out[first.kept], truth[first.index])]
         pairs += [(x.grad[first.kept], y.grad[first.index]) for x, y in zip(leaves, (q, k, v), strict=True)]
@@ -188,10 +189,10 @@ def replicas_summed_before_the_exchange(groups: Groups) -> AbstractContextManage
     """Each replica enters the backward with the gradient of all of them."""
     original = runner._state_seeds
 
-    def seeds(page: Page, descriptor: PassDescriptor) -> Any:
-        ends, values = original(page, descriptor)
+    def seeds(page: Page, roots: dict[int, tuple[Tensor, Tensor]], shard: Shard) -> Any:
+        ends, values = original(page, roots, shard)
         for value in values:
-            dist.all_reduce(value, group=descriptor.ulysses_group)
+            dist.all_reduce(value, group=groups.ulysses.group)
         return ends, values
 
     return patch.object(runner, "_state_seeds", seeds)
