@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 from hypothesis import strategies as st
 
+from megatron_branch.plan.activations import ActivationSizes
 from megatron_branch.plan.build import make_plan
 from megatron_branch.plan.cost import ModelShape
 from megatron_branch.plan.limits import BranchConfig, Layout
@@ -16,6 +17,8 @@ from megatron_branch.rollouts.record import Rollout
 from megatron_branch.tree.build import build_trees
 from megatron_branch.tree.node import Tree
 
+# Bytes per token of retained graphs; the second stage is fuller, and keeps more for a trained chunk.
+SIZES = (ActivationSizes(1, plain=9, trained=9), ActivationSizes(1, plain=10, trained=12))
 SHAPE = ModelShape(layers=4, hidden=256, ffn=768, heads=8, kv_heads=2, head_dim=32, vocab=2048)
 
 
@@ -53,7 +56,8 @@ def planned(
     """A checked plan and its trees."""
     config = config or BranchConfig()
     trees = build_trees(rollouts, share=config.gradient != "dense")
-    plan = make_plan(trees, rollouts, config=config, layout=Layout(dp=dp), aggregation=aggregation, shape=SHAPE)
+    layout = Layout(dp=dp)
+    plan = make_plan(trees, rollouts, config=config, layout=layout, aggregation=aggregation, shape=SHAPE, sizes=SIZES)
     assert_always_true(plan, trees, rollouts)
     return plan, trees
 
@@ -81,7 +85,17 @@ def steps(draw: st.DrawFn, *, most_rows: int = 8, most_tokens: int = 9) -> list[
 
 
 CONFIGS = st.builds(
-    BranchConfig,
+    lambda keep, **values: BranchConfig(**keep, **values),
+    keep=st.sampled_from(
+        [
+            {"activations": "recompute"},
+            {"activations": "retain"},
+            {"activations": "auto", "activation_budget_bytes": 0},
+            {"activations": "auto", "activation_budget_bytes": 30},
+            {"activations": "auto", "activation_budget_bytes": 60},
+        ]
+    ),
+    recompute_layers=st.booleans(),
     gradient=st.sampled_from(["exact", "detached", "dense"]),
     chunk_tokens=st.sampled_from([None, 1, 2, 3, 5]),
     pack_tokens=st.sampled_from([1, 4, 2048]),

@@ -57,6 +57,7 @@ class Run:
 
     Attributes:
         fail_at: forward passes into an additional first step, at which it raises; None for no such step.
+        branch: further keys of that section.
     """
 
     name: str
@@ -65,6 +66,7 @@ class Run:
     optimizer: dict[str, Any]
     content: dict[str, Any] = field(default_factory=dict)
     fail_at: int | None = None
+    branch: dict[str, Any] = field(default_factory=dict)
 
     def config(self, model: Path) -> Config:
         tp, cp, pp, dp = self.layout
@@ -73,7 +75,7 @@ class Run:
                 "model": {"path": str(model), "dtype": "float32"},
                 "data": {"rollouts": "unused"},
                 "parallel": {"tp": tp, "cp": cp, "pp": pp, "dp": dp},
-                "branch": {"chunk_tokens": 16},
+                "branch": {"chunk_tokens": 16, **self.branch},
                 "optimizer": self.optimizer,
                 "zero": {"stage": self.stage},
             }
@@ -245,6 +247,29 @@ def test_a_clipped_bfloat16_step(model: Path, axis: str) -> None:
         for name, gradient in exact.gradients.items():
             error = (after[name] - (before[name] - scale * gradient)).norm()
             assert error < BFLOAT16 / 4 * after[name].norm() + BFLOAT16 * scale * gradient.norm(), (run, name)
+
+
+# Some of the chunks of 16 tokens fit.
+AUTO = {"activations": "auto", "activation_budget_bytes": 60_000, "recompute_layers": True}
+
+
+def test_retained_graphs_and_recomputed_layers_at_every_stage(model: Path) -> None:
+    """ZeRO-3 gathers weights again for the forward that a layer runs in its backward, and for that backward."""
+    layers, retain = {"recompute_layers": True}, {"activations": "retain"}
+    runs = [Run("auto", LAYOUTS["dp"], 0, SGD, branch=AUTO), Run("retain", LAYOUTS["dp"], 1, ADAMW, branch=retain)]
+    runs += [Run("retain", LAYOUTS["dp"], 2, SGD, branch=retain), Run("layers", LAYOUTS["dp"], 2, SGD, branch=layers)]
+    runs += [Run("layers", LAYOUTS["dp"], 3, SGD, content, branch=layers) for content in ({}, PARTITION_ALL)]
+    check(model, runs, STEPS[:2])
+
+
+def test_retained_graphs_with_zero_3_are_refused_by_name(model: Path) -> None:
+    with pytest.raises(ValueError, match="zero.stage=3 with branch.activations=retain.*activations=recompute"):
+        Run("retain", LAYOUTS["dp"], 3, SGD, branch={"activations": "retain"}).config(model)
+
+
+def test_an_exception_in_a_tree_drops_retained_graphs(model: Path) -> None:
+    runs = [Run("failing", (1, 1, 1, 1), 1, SGD, fail_at=at, branch={"activations": "retain"}) for at in (2, 9)]
+    check(model, runs, STEPS[:2])
 
 
 UNEVEN = {

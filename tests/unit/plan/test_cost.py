@@ -45,6 +45,37 @@ def test_the_bench_case_has_the_bounds_of_the_design(chunk_tokens: int | None) -
     assert flops.bound == pytest.approx(8.0001, abs=5e-5)
 
 
+@pytest.mark.parametrize(
+    ("case", "bounds"),
+    [((2048, 8, 128), (4.18, 4.92)), ((4096, 8, 64), (5.42, 6.77)), ((4096, 16, 256), (5.85, 6.50))],
+)
+def test_a_retained_prefix_saves_its_third_forward(case: tuple[int, int, int], bounds: tuple[float, float]) -> None:
+    """The bounds that the design's benchmark states; those were rounded down or to the nearest."""
+    prompt, count, length = case
+    rows = prompt_with_tails(prompt, [length] * count)
+    found = []
+    for activations in ("recompute", "retain"):
+        plan, trees = planned(rows, config=BranchConfig.model_validate({"activations": activations}))
+        found.append(plan_flops(plan, trees, SHAPE))
+    assert [flops.bound for flops in found] == pytest.approx(bounds, abs=0.01)
+    forward = found[0].by_phase["capture"]
+    assert found[0].executed - found[1].executed == forward == found[1].by_phase["capture"]
+
+
+def test_recomputed_layers_add_a_forward_to_what_goes_backward() -> None:
+    """To tails, and to replays of chunks that are not retained; the head is not run again."""
+    rows = prompt_with_tails(30, [3, 9, 1])
+    for keep in ({}, {"activations": "auto", "activation_budget_bytes": 80}, {"activations": "retain"}):
+        plain, again = (
+            plan_flops(*planned(rows, config=BranchConfig(chunk_tokens=7, recompute_layers=layers, **keep)), SHAPE)
+            for layers in (False, True)
+        )
+        plan, _ = planned(rows, config=BranchConfig(chunk_tokens=7, **keep))
+        units = [u for u in plan.ranks[0].units if u.kind == "tail" or (u.replayed and not u.retained)]
+        extra = sum(unit_flops(unit, SHAPE, phase="capture") for unit in units)
+        assert again.executed - plain.executed == extra > 0
+
+
 def test_dense_plans_execute_what_dense_training_costs() -> None:
     plan, trees = planned(prompt_with_tails(20, [3, 9]), config=BranchConfig(gradient="dense"))
     assert plan_flops(plan, trees, SHAPE).bound == 1.0

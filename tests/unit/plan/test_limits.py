@@ -18,6 +18,14 @@ def test_values_out_of_range_are_refused_by_key(values: dict[str, object]) -> No
         BranchConfig.model_validate(values)
 
 
+def test_a_budget_goes_with_auto_and_with_nothing_else() -> None:
+    with pytest.raises(ValidationError, match="branch.activations=auto needs branch.activation_budget_bytes"):
+        BranchConfig(activations="auto")
+    with pytest.raises(ValidationError, match="activation_budget_bytes=5 has no effect with branch.activations=retain"):
+        BranchConfig(activations="retain", activation_budget_bytes=5)
+    assert BranchConfig(activations="auto", activation_budget_bytes=0).activation_budget_bytes == 0
+
+
 def test_the_pack_limit_never_exceeds_a_chunk() -> None:
     assert BranchConfig(pack_tokens=100).pack_limit == 100
     assert BranchConfig(pack_tokens=100, chunk_tokens=7).pack_limit == 7
