@@ -40,6 +40,7 @@ def cases(model: Path, world: int) -> list[Case]:
             {"chunk_tokens": 16, "pack_tokens": 1},
             {"chunk_tokens": 1, "pack_tokens": 1},
             {"gradient": "dense"},
+            {"activations": "retain", "chunk_tokens": 7},
             {"gradient": "detached", "chunk_tokens": 7},
         ]
         return [Case(model, (2, 1, 1, 1), sequence_parallel=True, **one) for one in settings]
@@ -48,7 +49,7 @@ def cases(model: Path, world: int) -> list[Case]:
         Case(model, (2, 2, 1, 1), chunk_tokens=7, pack_tokens=12, sequence_parallel=True),
         Case(model, (2, 2, 1, 1), chunk_tokens=16, ulysses=2, sequence_parallel=True),
         Case(model, (2, 1, 2, 1), chunk_tokens=7, sequence_parallel=True, objective=SCORE),
-        Case(model, (2, 1, 1, 2), sequence_parallel=True),
+        Case(model, (2, 1, 1, 2), recompute_layers=True, sequence_parallel=True),
     ]
 
 

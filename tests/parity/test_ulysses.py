@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from itertools import product
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -60,6 +61,9 @@ def sample(models: dict[int, Path], world: int) -> list[Case]:
         if place < 2 and world < 8:
             cases.append(Case(fitting[0], layout, ("dense", "detached")[place % 2], 7, ulysses=size))
     if world == 4:
+        kept: dict[str, Any] = {"activations": "retain", "chunk_tokens": 7}
+        cases.append(Case(models[2], (1, 4, 1, 1), ulysses=4, **kept))
+        cases.append(Case(models[4], (1, 2, 2, 1), ulysses=2, recompute_layers=True, **kept))
         cases.append(Case(models[2], (1, 4, 1, 1), chunk_tokens=7, ulysses=4, objective=SCORE))
         cases.append(Case(models[1], (1, 4, 1, 1), chunk_tokens=16, ulysses=2, dtype="float32"))
     return cases
