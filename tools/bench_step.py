@@ -1,5 +1,6 @@
 """Time one training step dense, exact, exact_retain (no second forward of the prefix) and detached, side by side in
-one process, on made-up rollouts and random weights.
+one process, on made-up rollouts and random weights. More modes: dense_recompute (dense, each layer computed again in
+the backward) and packed (the tree as one row under a dense mask, tools/bench/packed_tree.py).
 
 Inputs: sizes of the model and of the rollouts (P prompt tokens, N rollouts of R response tokens).
 Outputs: a table, and with --json FILE an object whose `cases` list has P, N, R, mode, seconds, dense_seconds, ratio,
@@ -21,18 +22,47 @@ import multiprocessing
 import platform
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-# A mode is a gradient, and how captured chunks keep their activations.
-MODES = {
+# A mode is a gradient, and how activations are kept.
+MODES: dict[str, dict[str, Any]] = {
     "dense": {"gradient": "dense"},
     "exact": {},
     "exact_retain": {"activations": "retain"},
     "detached": {"gradient": "detached"},
+    "dense_recompute": {"gradient": "dense", "recompute_layers": True},
+    "packed": {},
 }
+DEFAULT_MODES = ("dense", "exact", "exact_retain", "detached")
+
+
+class Sizes(NamedTuple):
+    """A prompt of P tokens in `depth` nested nodes, N rollouts in all, R tokens of response each."""
+
+    P: int
+    N: int
+    R: int
+    depth: int = 1
+
+    def tree(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """Lengths of the nested nodes, and the fan-out of each; N must divide by two for each level but the last."""
+        lengths = [self.P // self.depth] * self.depth
+        lengths[0] += self.P - sum(lengths)
+        fan_out = [2] * (self.depth - 1) + [self.N >> (self.depth - 1)]
+        assert self.N == fan_out[-1] << (self.depth - 1), self
+        return tuple(lengths), tuple(fan_out)
+
+
+@dataclass(frozen=True)
+class Runnable:
+    """A planned step in one mode: what runs it, and the largest ratio over dense that its FLOPs allow."""
+
+    run: Callable[[], object]
+    bound: float
 
 
 @dataclass(frozen=True)
@@ -57,7 +87,7 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument(
         "--case", action="append", metavar="P,N,R", help="may be repeated (default 2048,2,128 2048,8,128 2048,16,128)"
     )
-    parser.add_argument("--modes", default=",".join(MODES), help="comma-separated (default %(default)s)")
+    parser.add_argument("--modes", default=",".join(DEFAULT_MODES), help="comma-separated (default %(default)s)")
     for name, default in {
         "layers": 4, "hidden": 256, "ffn": 768, "heads": 8, "kv_heads": 2, "head_dim": 32, "vocab": 2048,
     }.items():  # fmt: skip
@@ -73,19 +103,18 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     return parser.parse_args(arguments)
 
 
-def parse_case(text: str) -> tuple[int, int, int]:
+def parse_case(text: str) -> Sizes:
     """`P,N,R` as numbers."""
     parts = text.split(",")
     if len(parts) != 3 or not all(part.strip().isdigit() and int(part) > 0 for part in parts):
         raise ValueError(f"--case {text}: must be three positive integers P,N,R, for example 2048,8,128")
-    prompt, rollouts, response = (int(part) for part in parts)
-    return prompt, rollouts, response
+    return Sizes(*(int(part) for part in parts))
 
 
 class Bench:
-    """One model and the means to step it in any mode."""
+    """One model and the means to step it in any mode, on one rank or on the context-parallel ranks of a world."""
 
-    def __init__(self, options: argparse.Namespace) -> None:
+    def __init__(self, options: argparse.Namespace, *, cp: int = 1) -> None:
         import torch
 
         from megatron_branch.config import make_config
@@ -100,66 +129,87 @@ class Bench:
 
         torch.set_num_threads(options.threads)
         device = host_cpu.enter()
-        torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+        if not torch.distributed.is_initialized():
+            torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
         self.options = options
         self.config = make_config(
             {
                 "model": {"path": "random", "dtype": options.dtype},
                 "data": {"rollouts": "synthetic"},
+                "parallel": {"cp": cp},
                 "branch": {"chunk_tokens": options.chunk_tokens, "pack_tokens": options.pack_tokens},
             }
         )
         names = ("layers", "hidden", "ffn", "heads", "kv_heads", "head_dim", "vocab")
         source = random_source(**{name: getattr(options, name) for name in names})
         checked = Checked(source, architecture_from_config(source.config, source="random"))
-        groups = build_groups(dp=1, cp=1, tp=1, pp=1)
+        groups = build_groups(dp=1, cp=cp, tp=1, pp=1)
         self.worker = Worker(self.config, checked, groups=groups, device=device, timers=untimed)
         self.host = PlainHost(self.worker.model, groups)
         self.worker.runtime.loss_scale = self.host.loss_scale
 
-    def measure(self, cases: Sequence[tuple[int, int, int]], modes: Sequence[str]) -> list[BenchCase]:
+    def measure(self, cases: Sequence[Sizes], modes: Sequence[str]) -> list[BenchCase]:
         """All modes of every case: first the times, interleaved, then the peaks."""
-        steps = {case: self._plan(case, modes) for case in cases}
+        steps = {case: self._plan(case, ("dense", *modes)) for case in cases}
         seconds = {case: self._times(steps[case]) for case in cases}
         with multiprocessing.get_context("spawn").Pool(1) as fresh:
             peaks = fresh.apply(measure_peaks, (self.options, cases, modes))
-        return [
-            self._row(case, mode, steps[case][mode], seconds[case], peaks[case, mode])
-            for case in cases
-            for mode in modes
-        ]
+        rows = []
+        for case in cases:
+            for mode in modes:
+                mine, dense, bound = seconds[case][mode], seconds[case]["dense"], steps[case][mode].bound
+                sizes, peak = case[:3], peaks[case, mode]
+                rows.append(BenchCase(*sizes, mode, mine, dense, dense / mine, bound, dense / mine / bound, peak))
+        return rows
 
-    def peaks(self, cases: Sequence[tuple[int, int, int]], modes: Sequence[str]) -> dict[Any, int]:
+    def time(self, case: Sizes, mode: str) -> float:
+        """Seconds of one run."""
+        return self._time(self._plan(case, [mode])[mode])
+
+    def peaks(self, cases: Sequence[Sizes], modes: Sequence[str]) -> dict[Any, int]:
         """Peak bytes by case and mode."""
         return {(case, mode): self._peak(self._plan(case, [mode])[mode]) for case in cases for mode in modes}
 
-    def _plan(self, case: tuple[int, int, int], modes: Sequence[str]) -> dict[str, Any]:
+    def _plan(self, case: Sizes, modes: Sequence[str]) -> dict[str, Runnable]:
+        from megatron_branch.plan.cost import plan_flops
         from megatron_branch.rollouts.synthetic import SyntheticSpec, synthetic_rollouts
+        from tools.bench.packed_tree import PackedStep
 
-        prompt, count, response = case
-        spec = SyntheticSpec(
-            prefix_tokens=(prompt,), fan_out=(count,), tail_tokens=(response,), vocab_size=self.options.vocab
-        )
+        lengths, fan_out = case.tree()
+        vocab = self.options.vocab
+        spec = SyntheticSpec(prefix_tokens=lengths, fan_out=fan_out, tail_tokens=(case.R,), vocab_size=vocab)
         rollouts = synthetic_rollouts(spec)
-        sections = {mode: self.config.branch.model_copy(update=MODES[mode]) for mode in ("dense", *modes)}
-        return {mode: self.worker.plan(rollouts, branch=section) for mode, section in sections.items()}
+        steps: dict[str, Runnable] = {}
+        for mode in dict.fromkeys(modes):
+            section = self.config.branch.model_copy(update=MODES[mode])
+            step = self.worker.plan(rollouts, branch=section)
+            flops = plan_flops(step.plan, step.trees, self.worker.arch.shape())
+            if mode == "packed":
+                packed = PackedStep(self.worker, step)
+                steps[mode] = Runnable(packed.run, flops.dense / packed.flops())
+            else:
+                steps[mode] = Runnable(partial(self.worker.run, step), flops.bound)
+        return steps
 
-    def _run(self, step: Any) -> None:
+    def _run(self, step: Runnable) -> None:
         with self.host.accumulate():
-            self.worker.run(step)
+            step.run()
 
-    def _times(self, steps: dict[str, Any]) -> dict[str, float]:
+    def _time(self, step: Runnable) -> float:
+        gc.collect()
+        start = time.perf_counter()
+        self._run(step)
+        return time.perf_counter() - start
+
+    def _times(self, steps: dict[str, Runnable]) -> dict[str, float]:
         """Fastest run of each mode, in seconds."""
         fastest = dict.fromkeys(steps, float("inf"))
         for _ in range(self.options.repeats):
             for mode, step in steps.items():
-                gc.collect()
-                start = time.perf_counter()
-                self._run(step)
-                fastest[mode] = min(fastest[mode], time.perf_counter() - start)
+                fastest[mode] = min(fastest[mode], self._time(step))
         return fastest
 
-    def _peak(self, step: Any) -> int:
+    def _peak(self, step: Runnable) -> int:
         """Peak resident size of one run, in bytes (Linux)."""
         gc.collect()
         Path("/proc/self/clear_refs").write_text("5")  # starts the kernel's record of the peak anew
@@ -169,19 +219,8 @@ class Bench:
                 return int(line.split()[1]) * 1024
         raise AssertionError("/proc/self/status has no VmHWM")
 
-    def _row(
-        self, case: tuple[int, int, int], mode: str, step: Any, seconds: dict[str, float], peak_bytes: int
-    ) -> BenchCase:
-        from megatron_branch.plan.cost import plan_flops
 
-        bound = plan_flops(step.plan, step.trees, self.worker.arch.shape()).bound
-        ratio = seconds["dense"] / seconds[mode]
-        return BenchCase(*case, mode, seconds[mode], seconds["dense"], ratio, bound, ratio / bound, peak_bytes)
-
-
-def measure_peaks(
-    options: argparse.Namespace, cases: Sequence[tuple[int, int, int]], modes: Sequence[str]
-) -> dict[Any, int]:
+def measure_peaks(options: argparse.Namespace, cases: Sequence[Sizes], modes: Sequence[str]) -> dict[Any, int]:
     """In a process that has run nothing else: memory freed by earlier runs would count."""
     from megatron_branch.engine.quiet import silence_missing_accelerators
 
@@ -201,11 +240,11 @@ def _return_freed_memory() -> None:
 def table(rows: Sequence[BenchCase]) -> str:
     """The rows for a person."""
     lines = [
-        f"{'P':>7} {'N':>4} {'R':>6} {'mode':<12} {'seconds':>9} {'ratio':>7} {'bound':>7} {'share':>7} {'peak MiB':>9}"
+        f"{'P':>7} {'N':>4} {'R':>6} {'mode':<15} {'seconds':>9} {'ratio':>7} {'bound':>7} {'share':>7} {'peak MiB':>9}"
     ]
     for row in rows:
         lines.append(
-            f"{row.P:>7} {row.N:>4} {row.R:>6} {row.mode:<12} {row.seconds:>9.3f} {row.ratio:>6.2f}x "
+            f"{row.P:>7} {row.N:>4} {row.R:>6} {row.mode:<15} {row.seconds:>9.3f} {row.ratio:>6.2f}x "
             f"{row.bound:>6.2f}x {100 * row.share_of_bound:>6.1f}% {row.peak_bytes / 2**20:>9.1f}"
         )
     return "\n".join(lines)
@@ -239,4 +278,5 @@ def main(arguments: Sequence[str]) -> int:
 
 
 if __name__ == "__main__":
+    sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
     sys.exit(main(sys.argv[1:]))

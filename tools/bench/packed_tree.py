@@ -18,6 +18,7 @@ from megatron_branch.attention.kernel import Saved
 from megatron_branch.engine.forward_step import BranchForwardStep, PassReport
 from megatron_branch.engine.worker import PlannedStep, Worker
 from megatron_branch.objective.losses import LossTable
+from megatron_branch.plan.cost import ATTENTION_BACKWARD, LINEAR_BACKWARD
 from megatron_branch.plan.plan import Unit
 from megatron_branch.plan.shard import shard_unit
 from megatron_branch.schedule.runner import PassInput, UnitTensors
@@ -84,7 +85,7 @@ class PackedStep:
 
     def __init__(self, worker: Worker, step: PlannedStep) -> None:
         assert len(step.trees) == 1 and worker.groups.model.size == worker.groups.dp_cp.size == 1
-        self._worker = worker
+        self._worker, self._step = worker, step
         parts = [step.batch.tensors(unit.index) for unit in step.units]
         offsets = torch.tensor([0, *(unit.tokens for unit in step.units)]).cumsum(0).tolist()
         tokens = offsets.pop()
@@ -100,6 +101,12 @@ class PackedStep:
         )
         dtype = next(worker.model.parameters()).dtype
         self._kernel = MaskedCpu(tree_mask(step.units, dtype))
+
+    def flops(self) -> float:
+        """What it runs: every token once, forward and backward, and every score of the mask, seen or not."""
+        shape, plan, tokens = self._worker.arch.shape(), self._step.plan, self._tensors.shard.tokens
+        linear = tokens * shape.linear_flops + plan.loss_tokens * shape.head_flops
+        return linear * (1 + LINEAR_BACKWARD) + tokens**2 * shape.pair_flops * (1 + ATTENTION_BACKWARD)
 
     def run(self) -> PassReport:
         """Forward and backward; gradients accumulate in the parameters."""
