@@ -135,7 +135,8 @@ def _layer(shape: ModelShape, stage: StageShape, precision: Precision, *, qk_nor
     rest = rotation + (1 + outputs) * query * e + heads * precision.accumulated * stage.cp // stage.ulysses
     if qk_norm:
         to_state += precision.norm(shape.head_dim, kv_heads, input_kept=True)
-        rest += precision.norm(shape.head_dim, heads)
+        # The queries of a single group are a view of the fused product.
+        rest += precision.norm(shape.head_dim, heads, input_kept=kv_heads == 1)
     rest += 5 * ffn * e  # gate and value in one product, value, activated gate, their product
     return normed + stage.sequence * to_state, normed + stage.sequence * rest
 

@@ -35,7 +35,9 @@ def live_bytes(worker: Worker) -> list[int]:
 
 
 def every_mode(case: Case) -> dict[str, list[int]]:
-    return {mode: in_layout(replace(case, gradient=mode), live_bytes) for mode in ("exact", "detached", "dense")}
+    modes = {mode: replace(case, gradient=mode) for mode in ("exact", "detached", "dense")}
+    modes["retain"] = replace(case, activations="retain", recompute_layers=True)
+    return {mode: in_layout(changed, live_bytes) for mode, changed in modes.items()}
 
 
 @pytest.mark.parametrize("layout", [(1, 1, 1, 1), (1, 1, 2, 1)], ids=["one rank", "two stages"])

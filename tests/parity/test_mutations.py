@@ -222,6 +222,64 @@ def stale_stage_input() -> AbstractContextManager[Any]:
     return patch.object(Page, "keep_input", keep)
 
 
+def dropped_loss_of_retained_chunks() -> AbstractContextManager[Any]:
+    """It is reported at the capture and never goes backward."""
+    original = Runner._forward
+
+    def forward(self: Runner, *args: Any) -> Any:
+        graph, output = original(self, *args)
+        return dataclasses.replace(graph, loss=None), output
+
+    return patch.object(Runner, "_forward", forward)
+
+
+def doubled_root_seeds() -> AbstractContextManager[Any]:
+    """The adjoint enters at each layer's keys and values twice."""
+    original = runner._state_seeds
+
+    def seeds(*args: Any) -> Any:
+        ends, values = original(*args)
+        return ends * 2, values * 2
+
+    return patch.object(runner, "_state_seeds", seeds)
+
+
+def early_seeds() -> AbstractContextManager[Any]:
+    """Chunks with loss go backward with the adjoint of the time of their capture: none."""
+    original = Runner._backward
+
+    def none(*args: Any) -> Any:
+        return [], []
+
+    def backward(self: Runner, unit: Unit, *args: Any) -> None:
+        with patch.object(runner, "_state_seeds", none) if unit.trained else nullcontext():
+            original(self, unit, *args)
+
+    return patch.object(Runner, "_backward", backward)
+
+
+def lost_gradient_of_the_next_stage() -> AbstractContextManager[Any]:
+    """Received for the order of messages, and not used."""
+    original = Runner._backward
+
+    def backward(self: Runner, unit: Unit, tensors: UnitTensors, page: Page, graph: Any) -> None:
+        if graph.output is not None:
+            self.link.receive_backward(unit.index, tensors.rows)
+            graph.output = None
+        original(self, unit, tensors, page, graph)
+        if graph.stage_input is not None and graph.stage_input.grad is None:
+            self.link.send_backward(unit.index, torch.zeros_like(graph.stage_input))
+
+    return patch.object(Runner, "_backward", backward)
+
+
+# Planted into steps that retain every chunk.
+RETAINED_FAULTS: dict[Fault, tuple[int, int, int, int]] = {
+    dropped_loss_of_retained_chunks: ONE,
+    doubled_root_seeds: ONE,
+    early_seeds: ONE,
+    lost_gradient_of_the_next_stage: PP,
+}
 FAULTS: dict[Fault, tuple[int, int, int, int]] = {
     dropped_replays: ONE,
     dropped_last_replay: ONE,
@@ -263,6 +321,12 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[Fault, tuple[i
         numbers = run_ranks(case.world, with_faults, mine, case, rollouts, timeout_s=120)[0]
         for fault, got in zip((no_fault, *mine), numbers, strict=True):
             result[fault, layout] = worst_gradient(got, truth)[0]
+        retain = dataclasses.replace(case, activations="retain")
+        mine = [fault for fault, where in RETAINED_FAULTS.items() if where == layout]
+        numbers = run_ranks(case.world, with_faults, mine, retain, rollouts, timeout_s=120)[0] if mine else []
+        assert all(worst_gradient(got, truth)[0] < FLOAT64 for got in numbers[:1])
+        for fault, got in zip(mine, numbers[1:], strict=True):
+            result[fault, layout] = worst_gradient(got, truth)[0]
     return result
 
 
@@ -271,6 +335,6 @@ def test_without_a_fault_exact_is_dense(found: dict[Any, float], layout: tuple[i
     assert found[no_fault, layout] < FLOAT64
 
 
-@pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.__name__)
+@pytest.mark.parametrize("fault", FAULTS | RETAINED_FAULTS, ids=lambda fault: fault.__name__)
 def test_a_fault_is_seen(found: dict[Any, float], fault: Fault) -> None:
-    assert found[fault, FAULTS[fault]] > VISIBLE
+    assert found[fault, (FAULTS | RETAINED_FAULTS)[fault]] > VISIBLE
