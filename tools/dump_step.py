@@ -18,14 +18,14 @@ from pathlib import Path
 from typing import Any
 
 from megatron_branch.config import Config, make_config
-from megatron_branch.engine.checked import check_model, check_rows
+from megatron_branch.engine.checked import check_model, check_reduction, check_rows
 from megatron_branch.engine.local_ranks import LocalRanksError, run_local_ranks
 
 # Configuration keys that the step depends on, beside those that have an option.
 READ = (
     "objective.", "attention.", "parallel.ulysses_size", "parallel.sequence_parallel", "branch.pack_tokens",
-    "branch.activations", "branch.activation_budget_bytes", "branch.recompute_layers", "model.gguf_file", "seed",
-    "timeout_s",
+    "branch.activations", "branch.activation_budget_bytes", "branch.recompute_layers", "zero.reduce",
+    "model.gguf_file", "seed", "timeout_s",
 )  # fmt: skip
 
 
@@ -92,9 +92,10 @@ def main(arguments: list[str]) -> int:
     try:
         config = configure(options)
         check_out(Path(options.out))
-        check_rows(config, check_model(config).arch)
         sizes = config.parallel
         world = sizes.tp * sizes.cp * sizes.pp * sizes.data_parallel(sizes.tp * sizes.cp * sizes.pp)
+        check_reduction(config, world)
+        check_rows(config, check_model(config).arch)
         run_local_ranks(
             world,
             "megatron_branch.engine.dump:dump_step",

@@ -71,6 +71,30 @@ def check_world_size(config: Config, world_size: int) -> None:
     )
 
 
+def check_reduction(config: Config, world_size: int) -> None:
+    """Raise ValueError unless gradients can be reduced when `zero.reduce` says."""
+    zero, pp, dp = config.zero, config.parallel.pp, config.parallel.data_parallel(world_size)
+    if zero.reduce == "step":
+        return
+    if zero.stage < 2:
+        raise ValueError(
+            f"zero.reduce=pass with zero.stage={zero.stage}: below stage 2 every rank holds whole gradients; "
+            "set zero.stage to 2 or 3, or zero.reduce=step"
+        )
+    if pp > 1 and dp > 1:
+        raise ValueError(
+            f"zero.reduce=pass with parallel.pp={pp} and parallel.dp={dp}: gradients are summed over data-parallel "
+            "ranks at the same pass, while pipeline stages run different passes at the same time; "
+            "set zero.reduce=step, parallel.pp=1 or parallel.dp=1"
+        )
+    if config.branch.activations != "recompute" and dp > 1:
+        raise ValueError(
+            f"zero.reduce=pass with branch.activations={config.branch.activations} and parallel.dp={dp}: gradients are "
+            "summed over data-parallel ranks at the same pass, and a replay that is a backward alone matches no pass "
+            "of a rank with other work; set zero.reduce=step, branch.activations=recompute or parallel.dp=1"
+        )
+
+
 def check_rows(config: Config, arch: Architecture) -> None:
     """Read every row of the rollouts file once, as one step.
 
@@ -109,6 +133,7 @@ def check_run(config: Config, *, world_size: int) -> tuple[Checked, RunData]:
             to change.
     """
     check_world_size(config, world_size)
+    check_reduction(config, world_size)
     check_optimizer(config.optimizer)
     check_run_dir(config)
     checked = check_model(config)

@@ -151,6 +151,15 @@ class ZeroConfig(BaseModel):
     stage: int = Field(
         default=0, ge=0, le=3, description="0 nothing, 1 optimizer state, 2 also gradients, 3 also parameters"
     )
+    reduce: Literal["step", "pass"] = Field(
+        default="step",
+        description="step: a step's gradients accumulate whole on every rank and are reduced once; pass: they are "
+        "reduced during each backward pass, and a rank keeps 1 / (dp * cp) of them (stages 2 and 3)",
+    )
+
+    def matched(self, dp: int) -> bool:
+        """Whether all data-parallel ranks must make the same passes: collectives over all of them run inside."""
+        return self.stage == 3 or (self.reduce == "pass" and dp > 1)
 
 
 class CheckpointConfig(BaseModel):

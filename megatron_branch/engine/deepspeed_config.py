@@ -53,6 +53,20 @@ PASSED = (
     "disable_python_gc",
 )
 
+# Keys of `zero_optimization` that cannot hold with `zero.reduce: pass`, and why.
+_NO_REDUCTION = "DeepSpeed reduces no gradients"
+REFUSED_EACH_PASS: dict[str, str] = {
+    "offload_optimizer": "reduced gradients are kept where the model is",
+    "mics_shard_size": "every rank of dp * cp holds an equal part of each gradient",
+    "zero_quantized_gradients": "gradients are reduced in float32",
+    "allreduce_bucket_size": _NO_REDUCTION,
+    "reduce_bucket_size": _NO_REDUCTION,
+    "reduce_scatter": _NO_REDUCTION,
+    "contiguous_gradients": _NO_REDUCTION,
+    "overlap_comm": _NO_REDUCTION,
+    "round_robin_gradients": _NO_REDUCTION,
+}
+
 # One optimizer step is one tree pass set: DeepSpeed's own accumulation must not count or divide.
 FIXED: dict[str, int] = {"train_micro_batch_size_per_gpu": 1, "gradient_accumulation_steps": 1}
 
@@ -93,7 +107,20 @@ def with_deepspeed_file(config: Config, path: str | Path | None) -> tuple[Config
             close = difflib.get_close_matches(key, known, n=1)
             remedy = f"did you mean {close[0]}?" if close else "remove it"
             raise ValueError(f"{where}: {key}: has no effect here or is unknown to DeepSpeed; {remedy}")
+    _check_reduction(config, content, where)
     return _take_over(config, content, where), content
+
+
+def _check_reduction(config: Config, content: dict[str, Any], where: str) -> None:
+    """Refuse what cannot hold when gradients are reduced in every pass, by us and in float32."""
+    if config.zero.reduce != "pass":
+        return
+    dtype = content.get("communication_data_type", "fp32")
+    faults = {} if dtype == "fp32" else {"communication_data_type": "gradients are reduced in float32"}
+    zero = content.get("zero_optimization", {})
+    faults |= {f"zero_optimization.{key}": reason for key, reason in REFUSED_EACH_PASS.items() if key in zero}
+    for key, reason in faults.items():
+        raise ValueError(f"{where}: {key} with zero.reduce=pass: {reason}; remove the key or set zero.reduce=step")
 
 
 def _read(path: str | Path, where: str) -> dict[str, Any]:
@@ -138,11 +165,15 @@ def engine_settings(config: Config, content: dict[str, Any]) -> dict[str, Any]:
     """What `deepspeed.initialize` is given."""
     settings = {key: value for key, value in content.items() if key not in REFUSED and key != "train_batch_size"}
     bf16 = {key: value for key, value in content.get("bf16", {}).items() if key != "enabled"}
+    zero = {**content.get("zero_optimization", {}), "stage": config.zero.stage}
+    if config.zero.reduce == "pass":
+        zero["reduce_bucket_size"] = 1  # never filled
+        settings["data_types"] = {"grad_accum_dtype": "fp32"}  # of its partitions, which are the sums
     return {
         "steps_per_print": None,
         **settings,
         **FIXED,
-        "zero_optimization": {**content.get("zero_optimization", {}), "stage": config.zero.stage},
+        "zero_optimization": zero,
         # Without the key DeepSpeed clips at 1.0.
         "gradient_clipping": config.optimizer.clip_grad,
         "bf16": {**bf16, "enabled": config.model.dtype == "bfloat16"},

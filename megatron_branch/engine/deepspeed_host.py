@@ -1,8 +1,13 @@
-"""DeepSpeed as the host of a step: partitioned optimizer state, gradients and parameters, one reduction per step.
+"""DeepSpeed as the host of a step: partitioned optimizer state, gradients and parameters.
 
-The schedule calls the inner module with plain autograd. Gradients of all passes accumulate locally; once, after the
-last replay, they are completed over tensor-parallel ranks and tied embeddings and handed to DeepSpeed, which averages
-them over the ranks that hold the same parameters. `loss_scale` undoes that average; it is the only place that does.
+The schedule calls the inner module with plain autograd. Once, after the last replay, gradients are completed over
+tensor-parallel ranks and tied embeddings. By `zero.reduce`:
+
+- step: they accumulate locally and are then handed to DeepSpeed, which averages them over the ranks that hold the same
+  parameters. `loss_scale` undoes that average; it is the only place that does.
+- pass: they are summed over those ranks during every pass, so DeepSpeed reduces nothing and divides nothing, and
+  `loss_scale` is 1. With ZeRO-3 a rank's parts are DeepSpeed's own partitions; with ZeRO-2, whose partitions cut
+  through parameters elsewhere, the parts are gathered and handed over one parameter at a time.
 """
 
 from __future__ import annotations
@@ -16,11 +21,12 @@ import deepspeed
 import torch
 import torch.distributed as dist
 from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
-from deepspeed.utils import safe_get_full_grad
+from deepspeed.utils import safe_get_full_grad, safe_get_local_grad, safe_set_full_grad
 from torch import Tensor, nn
 
 from megatron_branch.config import Config
 from megatron_branch.engine.deepspeed_config import engine_settings
+from megatron_branch.engine.gradient_shards import GradientShards
 from megatron_branch.engine.gradients import Gradients, global_norm
 from megatron_branch.engine.groups import Groups
 from megatron_branch.engine.optimizers import build_optimizer, learning_rate
@@ -95,7 +101,7 @@ class DeepSpeedHost:
     ) -> None:
         self._config, self._groups, self._store, self._timers = config, groups, store, timers
         self.stage = config.zero.stage
-        self.loss_scale = float(groups.dp_cp.size)
+        self.loss_scale = float(groups.dp_cp.size) if config.zero.reduce == "step" else 1.0
         if next(model.parameters()).device.type == "cpu":
             # An all-reduce that only inference uses; building it takes a minute, a C++ compiler and ninja.
             deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
@@ -113,7 +119,12 @@ class DeepSpeedHost:
             mpu=MegatronUnits(groups),
             dist_init_required=False,
         )
-        self._gradients = Gradients(self.engine.module, groups)
+        self._gradients: Gradients | GradientShards
+        if config.zero.reduce == "step":
+            self._gradients = Gradients(self.engine.module, groups)
+        else:
+            storage = _partition if self.stage == 3 else None
+            self._gradients = GradientShards(self.engine.module, groups, storage=storage)
 
     @contextmanager
     def accumulate(self) -> Iterator[None]:
@@ -134,13 +145,16 @@ class DeepSpeedHost:
                         timing.enter_context(self._timers("optimizer"))
                         self._gradients.finish()
                         self._refuse_non_finite()
-                        self._hand_over()
+                        if isinstance(self._gradients, Gradients):
+                            self._hand_over(self._gradients)
                         failed = False
                     finally:
                         if failed:
                             self._gradients.clear()
                 if self.stage == 0:
                     self.engine.allreduce_gradients()
+                if isinstance(self._gradients, GradientShards):
+                    self._place(self._gradients)
         finally:
             if failed:
                 self.engine.zero_grad()
@@ -153,16 +167,24 @@ class DeepSpeedHost:
                 "(a ratio overflows where they are far from the model's), at optimizer.lr and at model.dtype"
             )
 
-    def _hand_over(self) -> None:
+    def _hand_over(self, sums: Gradients) -> None:
         """Make every parameter's sum its `.grad`, in the parameter's dtype, on every rank: DeepSpeed reduces those."""
         for name, parameter in self.engine.module.named_parameters():
-            total = self._gradients.or_zero(name)
+            total = sums.or_zero(name)
             if parameter.grad is total:
                 continue
             with self._whole(parameter):
                 parameter.grad = total.to(parameter.dtype)
             del total
-            self._gradients.release(name)
+            sums.release(name)
+
+    def _place(self, shards: GradientShards) -> None:
+        """Put reduced gradients where DeepSpeed looks for them. It found none to reduce, and holds zeros; with ZeRO-3
+        it holds the parts themselves."""
+        for name, parameter in self.engine.module.named_parameters():
+            if self.stage == 2:
+                safe_set_full_grad(parameter, shards.whole(name))
+            shards.release(name)
 
     def gradient(self, name: str, parameter: nn.Parameter) -> Tensor:
         """This rank's shard of a parameter's reduced gradient, between `accumulate` and `step` (collective)."""
@@ -221,3 +243,11 @@ class DeepSpeedHost:
         """Write weights, fp32 masters, moments and `state` under `folder/tag` in DeepSpeed's format (collective)."""
         self._store.refuse_inside_step("a checkpoint")
         self.engine.save_checkpoint(str(folder), tag=tag, client_state=state, save_latest=False)
+
+
+def _partition(parameter: nn.Parameter, elements: int) -> Tensor:
+    """DeepSpeed's own memory for this rank's part of a gradient, with ZeRO-3."""
+    partition = safe_get_local_grad(parameter)
+    assert partition.shape == (elements,), "DeepSpeed partitions parameters in another way"
+    assert partition.data_ptr() == safe_get_local_grad(parameter).data_ptr(), "a copy of DeepSpeed's partition"
+    return partition

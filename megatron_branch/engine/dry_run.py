@@ -30,7 +30,8 @@ def dry_run(config: Config, *, world_size: int | None) -> str:
     ranks = world_size or sizes.cp * sizes.tp * sizes.pp * (sizes.dp or 1)
     checked, data = check_run(config, world_size=ranks)
     rollouts = data.steps[0]
-    layout = Layout(sizes.data_parallel(ranks), sizes.cp, sizes.pp, config.zero.stage == 3)
+    dp = sizes.data_parallel(ranks)
+    layout = Layout(dp, sizes.cp, sizes.pp, config.zero.matched(dp))
     trees = build_trees(rollouts, share=config.branch.gradient != "dense")
     plan = make_plan(
         trees,

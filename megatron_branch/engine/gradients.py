@@ -1,4 +1,4 @@
-"""Gradients of one step on one rank: where they accumulate, and what must be summed once before they are whole.
+"""Gradients of one step, whole on each rank: where they accumulate, and what must be summed once at its end.
 
 A step is many backward passes. For float32 and float64 models autograd's own accumulation into `.grad` is exact enough;
 for bfloat16 each pass's gradient is added into a float32 buffer, since a running bfloat16 sum loses small terms.
@@ -11,13 +11,13 @@ Always true, after `finish` and the data-parallel sum:
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from megatron_branch.engine.groups import Groups
+from megatron_branch.engine.groups import Axis, Groups
 
 # Each tensor-parallel rank normalises its own heads, so the gradient of these replicated weights is a partial sum.
 PARTIAL_OVER_TP = ("q_layernorm.weight", "k_layernorm.weight")
@@ -71,16 +71,8 @@ class Gradients:
         A parameter without a gradient counts as zero, so that ranks with different work make the same calls.
         """
         for name, parameter in self._parameters.items():
-            in_parts = name.endswith(PARTIAL_OVER_TP) or getattr(parameter, "sequence_parallel", False)
-            partial = self._groups.tp.size > 1 and in_parts
-            tied = self._groups.embedding is not None and getattr(parameter, "tied_copy", None) is not None
-            if not partial and not tied:
-                continue
-            gradient = self.or_zero(name)
-            if partial:
-                dist.all_reduce(gradient, group=self._groups.tp.group)
-            if tied and self._groups.embedding is not None:
-                dist.all_reduce(gradient, group=self._groups.embedding.group)
+            for axis in partial_over(name, parameter, self._groups):
+                dist.all_reduce(self.or_zero(name), group=axis.group)
 
     def or_zero(self, name: str) -> Tensor:
         """The local sum, made zero (and kept) where there is none."""
@@ -95,11 +87,8 @@ class Gradients:
 
     def finite(self) -> bool:
         """Whether every rank's gradients are free of NaN and infinity (collective over all ranks)."""
-        bad = [~torch.isfinite(total).all() for name in self._parameters if (total := self.of(name)) is not None]
-        count = torch.stack(bad).sum() if bad else torch.zeros((), dtype=torch.int64)
-        count = count.to(next(iter(self._parameters.values())).device)
-        dist.all_reduce(count)
-        return count.item() == 0
+        totals = [total for name in self._parameters if (total := self.of(name)) is not None]
+        return all_finite(totals, next(iter(self._parameters.values())).device)
 
     def names(self) -> tuple[str, ...]:
         """All trainable parameters, in the model's order."""
@@ -110,10 +99,37 @@ def _low(parameter: nn.Parameter) -> bool:
     return parameter.dtype in (torch.bfloat16, torch.float16)
 
 
+def sum_dtype(parameter: nn.Parameter) -> torch.dtype:
+    """In which gradients are summed: float32 for parameters of lower precision, else the parameter's own."""
+    return torch.float32 if _low(parameter) else parameter.dtype
+
+
+def whole_shape(parameter: nn.Parameter) -> torch.Size:
+    """Also of a parameter that DeepSpeed has partitioned, and thereby emptied."""
+    return getattr(parameter, "ds_shape", parameter.shape)
+
+
 def _zeros(parameter: nn.Parameter) -> Tensor:
-    """Of the whole parameter, in the accumulation dtype."""
-    shape = getattr(parameter, "ds_shape", parameter.shape)  # DeepSpeed empties partitioned parameters
-    return torch.zeros(shape, dtype=torch.float32 if _low(parameter) else parameter.dtype, device=parameter.device)
+    return torch.zeros(whole_shape(parameter), dtype=sum_dtype(parameter), device=parameter.device)
+
+
+def partial_over(name: str, parameter: nn.Parameter, groups: Groups) -> list[Axis]:
+    """The axes over which ranks hold a parameter's gradient in parts that must be summed, beside `dp_cp`."""
+    axes = []
+    in_parts = name.endswith(PARTIAL_OVER_TP) or getattr(parameter, "sequence_parallel", False)
+    if groups.tp.size > 1 and in_parts:
+        axes.append(groups.tp)
+    if groups.embedding is not None and getattr(parameter, "tied_copy", None) is not None:
+        axes.append(groups.embedding)
+    return axes
+
+
+def all_finite(tensors: Iterable[Tensor], device: torch.device) -> bool:
+    """Whether the tensors of every rank are free of NaN and infinity (collective over all ranks)."""
+    bad = [~torch.isfinite(tensor).all() for tensor in tensors]
+    count = (torch.stack(bad).sum() if bad else torch.zeros((), dtype=torch.int64)).to(device)
+    dist.all_reduce(count)
+    return count.item() == 0
 
 
 def global_norm(model: nn.Module, groups: Groups, gradient: Callable[[str, nn.Parameter], Tensor]) -> float:

@@ -101,8 +101,7 @@ class Worker:
             timers=timers,
             activations=self.sizes[groups.pp.rank].activations,
         )
-        # ZeRO-3 gathers weights inside passes, so all data-parallel ranks must make the same ones.
-        self.matched = config.zero.stage == 3
+        self.matched = config.zero.matched(groups.dp.size)
 
     def plan(self, rollouts: Sequence[Rollout], *, branch: BranchConfig | None = None) -> PlannedStep:
         """Plan a step (collective: a digest of the plan is compared over all ranks).

@@ -74,7 +74,8 @@ class Layout:
         dp: data-parallel ranks, over which whole trees are spread.
         cp: context-parallel ranks, each with a share of every pass.
         pp: pipeline stages.
-        matched_passes: every data-parallel rank must make the same passes (ZeRO-3 gathers weights inside them).
+        matched_passes: every data-parallel rank must make the same passes (ZeRO-3 gathers weights inside them,
+            `zero.reduce: pass` reduces gradients).
     """
 
     dp: int = 1
@@ -87,4 +88,7 @@ class Layout:
             if size < 1:
                 raise ValueError(f"parallel.{axis}={size} must be at least 1")
         if self.matched_passes and self.pp > 1:
-            raise ValueError(f"matched passes (ZeRO-3) with pp={self.pp} are not supported; use pp=1 or ZeRO 0-2")
+            raise ValueError(
+                f"matched passes (ZeRO-3, zero.reduce=pass) with pp={self.pp} are not supported; use pp=1, or ZeRO 0-2 "
+                "with zero.reduce=step"
+            )

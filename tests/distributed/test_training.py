@@ -67,6 +67,7 @@ class Run:
     content: dict[str, Any] = field(default_factory=dict)
     fail_at: int | None = None
     branch: dict[str, Any] = field(default_factory=dict)
+    reduce: str = "step"
 
     def config(self, model: Path) -> Config:
         tp, cp, pp, dp = self.layout
@@ -77,7 +78,7 @@ class Run:
                 "parallel": {"tp": tp, "cp": cp, "pp": pp, "dp": dp},
                 "branch": {"chunk_tokens": 16, **self.branch},
                 "optimizer": self.optimizer,
-                "zero": {"stage": self.stage},
+                "zero": {"stage": self.stage, "reduce": self.reduce},
             }
         )
 
@@ -234,13 +235,16 @@ def test_two_axes(model: Path, layout: Layout) -> None:
 
 @pytest.mark.parametrize("axis", ["dp", "tp", "pp"])
 def test_a_clipped_bfloat16_step(model: Path, axis: str) -> None:
-    """At every stage DeepSpeed gets the float32 sums, rounded once, and updates by them, clipped by the whole norm."""
+    """At every stage DeepSpeed gets the float32 sums, and updates by them, clipped by the whole norm. They are rounded
+    once with one reduction a step, and never with one a pass."""
     optimizer = {"name": "sgd", "lr": 4.0, "clip_grad": 0.5}
     runs = runs_of(axis, optimizer, range(4 if axis == "dp" else 3))
+    if axis == "dp":
+        runs += [replace(run, reduce="pass") for run in runs[2:]]
     by_rank = run_ranks(2, bfloat16_steps, runs, model, STEPS[0], timeout_s=120)
     for place, run in enumerate(runs):
         exact, handed, (before, after) = by_rank[0][place]
-        assert worst_gradient(handed, exact)[0] < BFLOAT16, run
+        assert worst_gradient(handed, exact)[0] < (FLOAT32 if run.reduce == "pass" else BFLOAT16), run
         for results in by_rank:
             assert abs(results[place][1].grad_norm / exact.grad_norm - 1) < BFLOAT16, run
         scale = optimizer["lr"] * optimizer["clip_grad"] / exact.grad_norm
@@ -272,6 +276,28 @@ def test_an_exception_in_a_tree_drops_retained_graphs(model: Path) -> None:
     check(model, runs, STEPS[:2])
 
 
+@pytest.mark.parametrize("optimizer", [SGD, ADAMW], ids=["sgd", "adamw"])
+@pytest.mark.parametrize("axis", ["dp", "cp"])
+def test_gradients_reduced_in_every_pass(model: Path, axis: str, optimizer: dict[str, Any]) -> None:
+    """Also where a layer's forward runs again inside the backward, and, without dp, where it is a backward alone."""
+    runs = [replace(run, reduce="pass") for run in runs_of(axis, optimizer, (2, 3))]
+    layers, retain = {"recompute_layers": True}, {"activations": "retain"}
+    if axis == "dp":
+        runs.append(replace(runs[1], content=PARTITION_ALL, branch=layers))
+    else:
+        runs.append(replace(runs[0], branch=retain))
+    check(model, runs, STEPS)
+
+
+@pytest.mark.parametrize("layout", [(2, 1, 1, 2), (1, 2, 1, 2), (1, 2, 2, 1)], ids=["tp dp", "cp dp", "cp pp"])
+def test_gradients_reduced_in_every_pass_on_two_axes(model: Path, layout: Layout) -> None:
+    """Partial sums of tensor-parallel ranks and of a tied embedding's two copies are completed part by part."""
+    runs = [Run("adamw", layout, 2, ADAMW, reduce="pass")]
+    if layout[2] == 1:
+        runs.append(Run("sgd", layout, 3, SGD, PARTITION_ALL, reduce="pass"))
+    check(model, runs, STEPS[:2])
+
+
 UNEVEN = {
     "one tree for two ranks": [SyntheticSpec(prefix_tokens=(9, 5), fan_out=(2, 2), tail_tokens=(7, 1, 12), seed=1)],
     "two tails against seven": [
@@ -289,6 +315,7 @@ def test_uneven_data_parallel_work(model: Path, name: str) -> None:
         rollouts += [replace(rollout, group_id=f"group {index}") for rollout in synthetic_rollouts(spec)]
     runs = [Run(f"zero {stage}", LAYOUTS["dp"], stage, SGD) for stage in range(4)]
     runs.append(Run("zero 3 partitioned", LAYOUTS["dp"], 3, SGD, PARTITION_ALL))
+    runs += [replace(run, reduce="pass") for run in runs[2:]]
     check(model, runs, [rollouts, rollouts[::-1]], timeout_s=200)
 
 
@@ -296,6 +323,8 @@ def test_uneven_data_parallel_work(model: Path, name: str) -> None:
 def test_an_exception_in_a_tree_leaves_nothing_behind(model: Path, stage: int) -> None:
     """The first step raises after some passes have added gradients; the next ones are as if it had not been."""
     runs = [Run("failing", (1, 1, 1, 1), stage, SGD, fail_at=at) for at in (2, 9, 17)]
+    if stage > 1:
+        runs += [replace(run, reduce="pass") for run in runs]
     check(model, runs, STEPS[:2])
 
 

@@ -147,6 +147,10 @@ CASES: dict[str, Case] = {
         lambda w: (*w.deepspeed(zero_optimization={"stage": 3}), "parallel.pp=2"),
         (".json", "zero.stage=3", "set zero.stage to 2 or less"),
     ),
+    "reduction in every pass of whole gradients": (
+        lambda w: ("zero.stage=1", "zero.reduce=pass"),
+        ("zero.reduce=pass", "zero.stage=1", "set zero.stage to 2 or 3"),
+    ),
     "accumulation by DeepSpeed": (
         lambda w: w.deepspeed(gradient_accumulation_steps=4),
         (".json", "gradient_accumulation_steps = 4", "data.groups_per_step", "remove the key"),
@@ -305,6 +309,10 @@ DUMP_CASES: dict[str, Case] = {
     "key of training": (lambda w: ("optimizer.lr=1",), ("optimizer.lr has no effect", "remove it")),
     "no ranks": (lambda w: ("--dp", "0"), ("parallel.dp = 0", "greater than or equal to 1")),
     "ZeRO-3 with stages": (lambda w: ("--zero", "3", "--pp", "2"), ("zero.stage=3", "parallel.pp=2", "set zero.stage")),
+    "reduction in every pass": (
+        lambda w: ("--zero", "2", "--pp", "2", "--dp", "2", "zero.reduce=pass"),
+        ("zero.reduce=pass", "parallel.pp=2", "parallel.dp=2", "set zero.reduce=step"),
+    ),
     "ZeRO with float64": (lambda w: ("--zero", "1", "--dtype", "float64"), ("--zero 1", "float32", "leave one")),
     "nothing trained": (
         lambda w: (w.file("untrained", json.dumps({**ROWS[0], "prompt_length": 5}) + "\n"),),

@@ -73,6 +73,22 @@ def test_clipping_is_said_even_when_it_is_off() -> None:
     assert engine_settings(config(optimizer={"clip_grad": 0.0}), {})["gradient_clipping"] == 0.0
 
 
+EACH_PASS = {
+    "offload": ({"zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu"}}}, "offload_optimizer"),
+    "other partitions": ({"zero_optimization": {"stage": 3, "mics_shard_size": 2}}, "mics_shard_size"),
+    "bucket": ({"zero_optimization": {"stage": 2, "reduce_bucket_size": 1000}}, "reduce_bucket_size"),
+    "dtype": ({"communication_data_type": "bf16"}, "communication_data_type"),
+}
+
+
+@pytest.mark.parametrize(("content", "named"), EACH_PASS.values(), ids=EACH_PASS.keys())
+def test_reduction_in_every_pass_is_not_deepspeeds(tmp_path: Path, content: dict[str, Any], named: str) -> None:
+    each_pass = config(zero={"reduce": "pass"})
+    with pytest.raises(ValueError, match=rf"ds\.json: .*{named} with zero\.reduce=pass: .*; remove the key"):
+        with_deepspeed_file(each_pass, file(tmp_path, content))
+    assert with_deepspeed_file(config(), file(tmp_path, content))[1] == content
+
+
 @pytest.mark.parametrize("text", ["[1]", "{", ""])
 def test_unreadable_files(tmp_path: Path, text: str) -> None:
     path = tmp_path / "ds.json"
