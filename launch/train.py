@@ -95,6 +95,7 @@ def train(config: Config, content: dict[str, Any], checked: Any, data: Any) -> N
 
     from megatron_branch.engine import host_cpu
     from megatron_branch.engine.groups import build_groups
+    from megatron_branch.engine.room import check_room
     from megatron_branch.engine.trainer import Trainer
 
     if torch.cuda.is_available():
@@ -103,6 +104,9 @@ def train(config: Config, content: dict[str, Any], checked: Any, data: Any) -> N
     alone = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
     for name, value in alone.items():
         os.environ.setdefault(name, value)
+    here = int(os.environ.get("LOCAL_WORLD_SIZE") or os.environ.get("LOCAL_SIZE") or 1)  # torchrun's, DeepSpeed's name
+    world = int(os.environ["WORLD_SIZE"])
+    check_room(config, checked.arch, data.steps, device=device.type, world_size=world, ranks_here=here)
     backend = "nccl" if device.type == "cuda" else "gloo"
     dist.init_process_group(backend, timeout=timedelta(seconds=config.timeout_s))
     sizes = config.parallel

@@ -23,6 +23,7 @@ from megatron_branch.engine.config import CheckpointConfig, ModelConfig, Optimiz
 from megatron_branch.objective.config import ObjectiveConfig
 from megatron_branch.plan.limits import BranchConfig
 from megatron_branch.rollouts.config import DataConfig
+from megatron_branch.state.config import StateConfig
 from megatron_branch.tracking.config import TrackingConfig
 
 
@@ -35,6 +36,7 @@ class Config(BaseModel):
     data: DataConfig
     parallel: ParallelConfig = ParallelConfig()
     branch: BranchConfig = BranchConfig()
+    state: StateConfig = StateConfig()
     objective: ObjectiveConfig = ObjectiveConfig()
     optimizer: OptimizerConfig = OptimizerConfig()
     zero: ZeroConfig = ZeroConfig()

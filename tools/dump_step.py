@@ -23,7 +23,7 @@ from megatron_branch.engine.local_ranks import LocalRanksError, run_local_ranks
 
 # Configuration keys that the step depends on, beside those that have an option.
 READ = (
-    "objective.", "attention.", "parallel.ulysses_size", "parallel.sequence_parallel", "branch.pack_tokens",
+    "objective.", "attention.", "state.", "parallel.ulysses_size", "parallel.sequence_parallel", "branch.pack_tokens",
     "branch.activations", "branch.activation_budget_bytes", "branch.recompute_layers", "zero.reduce",
     "model.gguf_file", "seed", "timeout_s",
 )  # fmt: skip

@@ -29,7 +29,6 @@ REFUSED: dict[str, str] = {
     "torch_autocast": "model.dtype sets the precision",
     "sequence_parallel_size": "context parallelism is set by parallel.cp",
     "tensor_parallel": "tensor parallelism is set by parallel.tp",
-    "activation_checkpointing": "prefix activations are kept by the state store; branch.activations sets how",
     "prescale_gradients": "every denominator is computed once in the plan",
     "gradient_predivide_factor": "every denominator is computed once in the plan",
     "data_types": "gradients of low-precision models are accumulated in float32 here, and handed over once a step",
@@ -67,6 +66,11 @@ REFUSED_EACH_PASS: dict[str, str] = {
     "round_robin_gradients": _NO_REDUCTION,
 }
 
+# Keys of `activation_checkpointing` that our own store acts on; DeepSpeed's checkpointing itself is not used. It
+# partitions what differs between ranks where they split a sequence, and its buffers assume that what is kept last is
+# read first.
+SWITCHES = ("partition_activations", "cpu_checkpointing")
+
 # One optimizer step is one tree pass set: DeepSpeed's own accumulation must not count or divide.
 FIXED: dict[str, int] = {"train_micro_batch_size_per_gpu": 1, "gradient_accumulation_steps": 1}
 
@@ -101,7 +105,7 @@ def with_deepspeed_file(config: Config, path: str | Path | None) -> tuple[Config
             f"{where}: train_batch_size = {content['train_batch_size']}: the number of rollouts of a "
             'step is set by data.groups_per_step; remove the key or write "auto"'
         )
-    known = [*PASSED, *REFUSED, *FIXED, "train_batch_size"]
+    known = [*PASSED, *REFUSED, *FIXED, "train_batch_size", "activation_checkpointing"]
     for key in content:
         if key not in known:
             close = difflib.get_close_matches(key, known, n=1)
@@ -123,6 +127,34 @@ def _check_reduction(config: Config, content: dict[str, Any], where: str) -> Non
         raise ValueError(f"{where}: {key} with zero.reduce=pass: {reason}; remove the key or set zero.reduce=step")
 
 
+def _with_switches(values: dict[str, Any], config: Config, content: dict[str, Any], where: str) -> None:
+    """Act on `activation_checkpointing` in the values of a configuration, in place."""
+    section = f"{where}: activation_checkpointing"
+    switches = content.get("activation_checkpointing", {})
+    for key, value in switches.items():
+        if key not in SWITCHES and value not in (False, None):
+            raise ValueError(
+                f"{section}.{key} = {json.dumps(value)}: the state store keeps what replays need, and acts on "
+                f"{' and '.join(SWITCHES)} alone; remove the key"
+            )
+        if key in SWITCHES and not isinstance(value, bool):
+            raise ValueError(f"{section}.{key} = {json.dumps(value)}: must be true or false")
+    if switches.get("partition_activations") is False and config.parallel.tp > 1:
+        raise ValueError(
+            f"{section}.partition_activations = false with parallel.tp = {config.parallel.tp}: each tensor-parallel "
+            "rank keeps its own rows of a stage input, always; remove the key"
+        )
+    to_host = switches.get("cpu_checkpointing")
+    own = values.get("state", {}).get("placement")
+    if to_host is not None and own is not None and to_host != (own == "host"):
+        raise ValueError(
+            f"{section}.cpu_checkpointing = {json.dumps(to_host)}, but state.placement = {own}; "
+            "true stands for state.placement=host; set one of them, or both alike"
+        )
+    if to_host:
+        values.setdefault("state", {})["placement"] = "host"
+
+
 def _read(path: str | Path, where: str) -> dict[str, Any]:
     try:
         content = json.loads(Path(path).read_text(encoding="utf-8"))
@@ -132,7 +164,7 @@ def _read(path: str | Path, where: str) -> dict[str, Any]:
         raise ValueError(f"{where}: is not JSON: {error}; correct it") from None
     if not isinstance(content, dict):
         raise ValueError(f"{where}: must be a JSON object, not {type(content).__name__}; write {{...}}")
-    for key in ("zero_optimization", "bf16"):
+    for key in ("zero_optimization", "bf16", "activation_checkpointing"):
         if not isinstance(content.get(key, {}), dict):
             raise ValueError(f"{where}: {key} = {json.dumps(content[key])}: must be an object; write {{...}}")
     return content
@@ -152,6 +184,7 @@ def _take_over(config: Config, content: dict[str, Any], where: str) -> Config:
             raise ValueError(
                 f"{where}: {theirs} = {json.dumps(given)}, but {section}.{ours} = {own}; set one of them, or both alike"
             )
+    _with_switches(values, config, content, where)
     bf16 = content.get("bf16", {}).get("enabled", "auto")
     if bf16 != "auto" and bf16 != (config.model.dtype == "bfloat16"):
         raise ValueError(
@@ -163,7 +196,8 @@ def _take_over(config: Config, content: dict[str, Any], where: str) -> Config:
 
 def engine_settings(config: Config, content: dict[str, Any]) -> dict[str, Any]:
     """What `deepspeed.initialize` is given."""
-    settings = {key: value for key, value in content.items() if key not in REFUSED and key != "train_batch_size"}
+    ours = [*REFUSED, "train_batch_size", "activation_checkpointing"]
+    settings = {key: value for key, value in content.items() if key not in ours}
     bf16 = {key: value for key, value in content.get("bf16", {}).items() if key != "enabled"}
     zero = {**content.get("zero_optimization", {}), "stage": config.zero.stage}
     if config.zero.reduce == "pass":

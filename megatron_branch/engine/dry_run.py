@@ -52,7 +52,12 @@ def dry_run(config: Config, *, world_size: int | None) -> str:
         f"bubble {100 * view.simulation.bubble_fraction:.1f} %, speed-up bound by FLOPs x{view.flops.bound:.2f}; "
         f"steps in all: {len(data.steps)}"
     )
-    peaks = fullest_rank(config, checked.arch, plan, device=PLANNED)
-    kinds = ", ".join(f"{kind} {bytes_text(size)}" for kind, size in peaks.items())
-    lines.append(f"state on the fullest rank, peak by kind: {kinds}")
+    fullest = fullest_rank(config, checked.arch, plan, device=PLANNED)
+    by_kind, by_place = (
+        ", ".join(f"{name} {bytes_text(size)}" for name, size in peaks.items())
+        for peaks in (fullest.count.peak, fullest.count.peak_at)
+    )
+    lines.append(
+        f"state on the fullest rank, peak by kind: {by_kind}; by place: {by_place}; placement: {fullest.placement}"
+    )
     return "\n".join(lines)

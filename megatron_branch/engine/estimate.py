@@ -24,7 +24,7 @@ from megatron_branch.schedule.orders import longest_path_tokens, training_orders
 from megatron_branch.schedule.seconds import Copied, Seconds, StageWork, seconds_durations
 from megatron_branch.schedule.simulate import Simulation, simulate
 from megatron_branch.state.placement import Placement
-from megatron_branch.state.predict import predict_state
+from megatron_branch.state.predict import Seat, predict_state
 from megatron_branch.tree.node import Tree
 
 ADAM_MOMENTS = 2
@@ -160,21 +160,14 @@ class Estimate:
             self.orders[stage],
             self.units,
             self.per_token[stage],
-            cp=self.sizes.cp,
-            cp_rank=self.sizes.cp - 1,
-            ulysses=self.sizes.ulysses,
+            seat=Seat(self.sizes.cp, self.sizes.cp - 1, ulysses=self.sizes.ulysses),
+            placement=self.placement,
         )
-        at = {"device": 0, "host": 0, "nvme": 0}
-        device = {}
-        for kind, place in self.placement.places.items():
-            at[place] += count.peak[kind]
-            if place == "device":
-                device[kind] = count.peak[kind]
-        moving = [count.peak[kind] for kind in ("state", "adjoint") if self.placement.places[kind] != "device"]
-        # Two layers of the path are on their way or in use, and one layer's adjoints on their way back.
-        device["state on its way"] = sum(3 * size // self.layers[stage] for size in moving)
+        device = {kind: count.peak[kind] for kind, place in self.placement.places.items() if place == "device"}
+        # What the kinds leave of the peak of their sum: layers of what is kept elsewhere, gathered stage inputs.
+        device["state on its way"] = max(count.peak_at["device"] - sum(device.values()) - count.peak["activations"], 0)
         device["retained activations"] = count.peak["activations"]
-        return RankBytes(device | self._pass(stage), at["host"], at["nvme"], 0)
+        return RankBytes(device | self._pass(stage), count.peak_at["host"], count.peak_at["nvme"], 0)
 
     def _local(self, unit: Unit) -> int:
         segments = tuple(segment.tokens for segment in unit.segments)

@@ -17,8 +17,10 @@ from megatron_branch.schedule.durations import token_durations
 from megatron_branch.schedule.orders import training_orders
 from megatron_branch.schedule.render import ascii_timeline, picture, text
 from megatron_branch.schedule.simulate import Simulation, simulate
-from megatron_branch.state.bytes import KINDS
-from megatron_branch.state.predict import predict_state
+from megatron_branch.state.bytes import ByteCount
+from megatron_branch.state.choose import choose_placement
+from megatron_branch.state.placement import Placement
+from megatron_branch.state.predict import Seat, predict_state
 from megatron_branch.tree.node import Tree
 from megatron_branch.tree.stats import TreeStats, tree_stats
 
@@ -117,26 +119,40 @@ def _tp_and_cp(sizes: ParallelConfig) -> str:
     return text
 
 
-def fullest_rank(config: Config, arch: Architecture, plan: Plan, *, device: str) -> dict[str, int]:
-    """Predicted peak bytes of the state by kind, on the rank whose sum is largest.
+@dataclass(frozen=True)
+class RankBytes:
+    """Predicted bytes of the state on one rank, under its placement."""
+
+    count: ByteCount
+    placement: Placement
+
+
+def fullest_rank(
+    config: Config, arch: Architecture, plan: Plan, *, device: str, host_room_bytes: int | None = None
+) -> RankBytes:
+    """The rank whose sum of bytes at their peak is largest.
 
     Walks every rank's order, so it is for headers and dry runs, not for every step.
+
+    Args:
+        host_room_bytes: see `choose_placement`.
+
+    Raises:
+        ValueError: `state.device_budget_bytes` is too small for some rank.
     """
     sizes = config.parallel
-    largest: tuple[int, dict[str, int]] = (0, dict.fromkeys(KINDS, 0))
+    largest: RankBytes | None = None
     stages = stage_sizes(config, arch, device=device)
     for number, rank in enumerate(plan.ranks):
         for order, per_token in zip(training_orders(plan, number, sizes.pp), stages, strict=True):
             for cp_rank in range(sizes.cp):
-                count = predict_state(
-                    order,
-                    rank.units,
-                    per_token,
-                    cp=sizes.cp,
-                    cp_rank=cp_rank,
-                    ulysses=sizes.ulysses,
-                    sequence_parallel=sizes.sequence_ranks,
+                # The first of the tensor-parallel ranks keeps as many rows as any.
+                seat = Seat(sizes.cp, cp_rank, ulysses=sizes.ulysses)
+                placement = choose_placement(
+                    config.state, order, rank.units, per_token, seat=seat, host_room_bytes=host_room_bytes
                 )
-                if count.peak_total > largest[0]:
-                    largest = (count.peak_total, dict(count.peak))
-    return largest[1]
+                count = predict_state(order, rank.units, per_token, seat=seat, placement=placement)
+                if largest is None or count.peak_total > largest.count.peak_total:
+                    largest = RankBytes(count, placement)
+    assert largest is not None, "a plan has ranks"
+    return largest

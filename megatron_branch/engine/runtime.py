@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -34,10 +34,10 @@ class Runtime:
     groups: Groups
     kernel: Kernel
     link: Link
+    store: StateStore
     timers: Timers
     activations: ActivationSizes
     loss_scale: float = 1.0
-    store: StateStore = field(default_factory=StateStore)
     progress: Callable[[Action], None] | None = None
 
     def runner(self, forward_step: ForwardStep, *, recompute_layers: bool) -> Runner:

@@ -210,8 +210,14 @@ class Trainer:
         planned = self.worker.plan(rollouts)
         if number == 1:
             view = self._outlook(planned)
-            peak_bytes = fullest_rank(self.config, self.worker.arch, planned.plan, device=self.device.type)
-            tracker.header(Header(view.topology, view.trees, peak_bytes))
+            fullest = fullest_rank(
+                self.config,
+                self.worker.arch,
+                planned.plan,
+                device=self.device.type,
+                host_room_bytes=self.worker.host_room_bytes,
+            )
+            tracker.header(Header(view.topology, view.trees, fullest.count.peak, str(fullest.placement)))
             if self.config.tracking.plot_schedule and dist.get_rank() == WRITER:
                 self.config.tracking.run_dir.mkdir(parents=True, exist_ok=True)
                 view.picture(self.config.tracking.run_dir / "schedule.png")

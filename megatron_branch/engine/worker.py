@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -17,6 +18,7 @@ from megatron_branch.engine.forward_step import BranchForwardStep, PassReport
 from megatron_branch.engine.groups import Groups
 from megatron_branch.engine.model import BranchGPTModel, build_model
 from megatron_branch.engine.model_config import DTYPES
+from megatron_branch.engine.room import host_room
 from megatron_branch.engine.runtime import BranchStep, Runtime, build_link
 from megatron_branch.engine.seam import get_forward_backward_func
 from megatron_branch.engine.sizes import stage_sizes
@@ -31,6 +33,11 @@ from megatron_branch.rollouts.record import Rollout
 from megatron_branch.schedule.actions import Action
 from megatron_branch.schedule.orders import depth_first, match_passes, scoring_orders, training_orders
 from megatron_branch.schedule.runner import Timers
+from megatron_branch.state.choose import choose_placement
+from megatron_branch.state.partition import Replicas
+from megatron_branch.state.placement import Placement
+from megatron_branch.state.predict import Seat
+from megatron_branch.state.store import StateStore
 from megatron_branch.tree.build import build_trees
 from megatron_branch.tree.node import Tree
 
@@ -46,6 +53,7 @@ class PlannedStep:
         batch: this rank's tensors.
         order: this rank's training order.
         scoring: this rank's order of a scoring pass.
+        placement: where this rank keeps state.
     """
 
     rollouts: Sequence[Rollout]
@@ -54,6 +62,7 @@ class PlannedStep:
     batch: StepBatch
     order: tuple[Action, ...]
     scoring: tuple[Action, ...]
+    placement: Placement
 
     @property
     def units(self) -> tuple[Unit, ...]:
@@ -98,9 +107,22 @@ class Worker:
             groups=groups,
             kernel=select_kernel(config.attention.backend, device=device, dtype=dtype),
             link=build_link(groups, dtype=dtype, device=device, hidden=self.arch.hidden),
+            store=StateStore(
+                device,
+                nvme_path=config.state.nvme_path,
+                replicas=None
+                if config.parallel.sequence_parallel
+                else Replicas(groups.tp.group, groups.tp.size, groups.tp.rank),
+            ),
             timers=timers,
             activations=self.sizes[groups.pp.rank].activations,
         )
+        # Only `auto` with files asks; others are checked before the run.
+        self.host_room_bytes: int | None = None
+        if config.state.placement == "auto" and config.state.nvme_path is not None:
+            hosts: list[str | None] = [None] * dist.get_world_size()
+            dist.all_gather_object(hosts, socket.gethostname())
+            self.host_room_bytes = host_room() // hosts.count(socket.gethostname())
         self.matched = config.zero.matched(groups.dp.size)
 
     def plan(self, rollouts: Sequence[Rollout], *, branch: BranchConfig | None = None) -> PlannedStep:
@@ -146,7 +168,15 @@ class Worker:
                 head_always=self.matched,
             )
             order, scoring = self._orders(plan)
-        return PlannedStep(rollouts, trees, plan, batch, order, scoring)
+            placement = choose_placement(
+                self.config.state,
+                order,
+                batch.units,
+                self.sizes[sizes.pp.rank],
+                seat=Seat(sizes.cp.size, sizes.cp.rank, sizes.tp.rank, self.config.parallel.ulysses),
+                host_room_bytes=self.host_room_bytes,
+            )
+        return PlannedStep(rollouts, trees, plan, batch, order, scoring, placement)
 
     def score(self, step: PlannedStep, *, keep: bool = True) -> Reports:
         """Log-probs of every trained token under the current weights, by the same passes as training.
@@ -166,6 +196,7 @@ class Worker:
         return self._run(step, step.order, forward_only=False)
 
     def _run(self, step: PlannedStep, order: tuple[Action, ...], *, forward_only: bool) -> Reports:
+        self.runtime.store.place(step.placement)
         branch_step = BranchStep(step.batch, order, self.runtime)
         longest = max((unit.tokens for unit in step.units), default=1)
         return get_forward_backward_func()(

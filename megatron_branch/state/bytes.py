@@ -26,16 +26,19 @@ class ByteCount:
     now_at: dict[Place, int] = field(default_factory=lambda: dict.fromkeys(PLACES, 0))
     peak_at: dict[Place, int] = field(default_factory=lambda: dict.fromkeys(PLACES, 0))
     peak_total: int = 0
+    _total: int = 0
 
     def add(self, kind: str, size: int, place: Place = "device") -> None:
         """Count `size` more bytes (fewer when negative)."""
         self.now[kind] += size
         self.now_at[place] += size
-        self.peak[kind] = max(self.peak[kind], self.now[kind])
-        self.peak_at[place] = max(self.peak_at[place], self.now_at[place])
-        self.peak_total = max(self.peak_total, sum(self.now.values()))
+        self._total += size
+        if size > 0:
+            self.peak[kind] = max(self.peak[kind], self.now[kind])
+            self.peak_at[place] = max(self.peak_at[place], self.now_at[place])
+            self.peak_total = max(self.peak_total, self._total)
 
     def reset_peak(self) -> None:
         """Forget the peaks."""
         self.peak, self.peak_at = dict(self.now), dict(self.now_at)
-        self.peak_total = sum(self.now.values())
+        self.peak_total = self._total

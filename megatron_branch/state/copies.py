@@ -4,7 +4,7 @@ A copy is ordered by three edges, and nothing else may be assumed of it:
 
 - it starts after the work that `mark` stood for: the writer of its source, and earlier users of its target;
 - copies run one after another in the order in which they were started, whichever way they go;
-- only after `Ticket.wait` may device work read the target, or write or free either end.
+- only after `Ticket.wait` may device work read the target, and either end be written or let go.
 """
 
 from __future__ import annotations

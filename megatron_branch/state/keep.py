@@ -76,7 +76,10 @@ class OnDevice:
 
 
 class Shelf(Protocol):
-    """Where one `Away` keeps its tensors. Both return what waits for the move, and may use host buffers for it."""
+    """Where one `Away` keeps its tensors.
+
+    `save` and `load` return what waits for the move; it also holds the host buffers that the move goes through.
+    """
 
     def save(self, tensors: Sequence[Tensor]) -> Callable[[], None]:
         """Start to keep the contents of device tensors."""
@@ -106,6 +109,7 @@ class Away:
         self._like = tuple(tensor.to("meta") for tensor in tensors)
         self._here: tuple[Tensor, ...] | None = tensors
         self._arrive: Callable[[], None] | None = None
+        self._arrived = True
         self._size = stored_bytes([tensor.nbytes for tensor in tensors], place)
         self._moving = sum(tensor.nbytes for tensor in tensors)
         keeper.count.add(key.kind, self._size, place)
@@ -117,23 +121,23 @@ class Away:
         if self._here is None:
             self._keeper.count_moving(self._moving, self._place)
             self._here = tuple(torch.empty_like(like, device=self._keeper.device) for like in self._like)
-            self._arrive = self._shelf.load(self._here)
+            self._arrive, self._arrived = self._shelf.load(self._here), False
 
     def get(self) -> tuple[Tensor, ...]:
         """See `Kept`."""
         self.prefetch()
         assert self._here is not None
-        if self._arrive is not None:
-            arrive, self._arrive = self._arrive, None
-            arrive()
+        if not self._arrived and self._arrive is not None:
+            self._arrived = True
+            self._arrive()
         return self._here
 
     def put_back(self) -> None:
         """See `Kept`."""
-        assert self._here is not None and self._arrive is None
+        assert self._here is not None and self._arrived
         done = self._shelf.save(self._here)
         self._keeper.leaving.append(Leaving(self._key.layer, self._here, done, self._moving, self._place))
-        self._here = None
+        self._here = self._arrive = None
 
     def drop(self) -> None:
         """See `Kept`."""
@@ -142,7 +146,7 @@ class Away:
             try:
                 self.get()  # memory is not given back under a copy
             finally:
-                self._here = None
+                self._here = self._arrive = None
 
     def free(self) -> None:
         """See `Kept`."""
@@ -222,7 +226,12 @@ class _FileShelf:
             return [self.copies.start(*pair, after=after) for pair in zip(tensors, buffers, strict=True)]
 
         started = self.folder.submit(read)
-        return lambda: _wait_all(started.result())()
+
+        def arrive() -> None:
+            _wait_all(started.result())()
+            assert buffers  # held until the reader lets go of this function
+
+        return arrive
 
     def remove(self) -> None:
         self.folder.submit(self.folder.remove, self.name)

@@ -22,8 +22,6 @@ from torch import Tensor
 from megatron_branch.state.keep import Keeper, Kept, Key
 from megatron_branch.state.partition import Replicas
 
-Pair = tuple[Tensor, ...]
-
 
 def adjoint_dtype(dtype: torch.dtype) -> torch.dtype:
     """Adjoints and merges are accumulated in float32, in float64 for a float64 model."""
@@ -51,6 +49,7 @@ class Page:
     _adjoint: dict[int, Kept] = field(default_factory=dict)
     _input: Kept | None = None
     _input_rows: int = 0
+    _written_bytes: int = 0
 
     @property
     def layers(self) -> Sequence[int]:
@@ -66,6 +65,7 @@ class Page:
         assert layer not in self._state, f"state of unit {self.unit}, layer {layer} written twice"
         self.keeper.settle(but=layer)
         self._state[layer] = self.keeper.keep(Key("state", self.unit, layer), (k_PGD, v_PGD))
+        self._written_bytes += k_PGD.nbytes + v_PGD.nbytes
 
     def add_adjoint(self, layer: int, dk_PGD: Tensor, dv_PGD: Tensor) -> None:
         """Add a reader's gradient in place."""
@@ -88,9 +88,10 @@ class Page:
             if kept is not None:
                 kept.prefetch()
 
-    def state(self, layer: int) -> Pair:
+    def state(self, layer: int) -> tuple[Tensor, Tensor]:
         """A layer's keys and values `[P, G, D]` on the device."""
-        return self._state[layer].get()
+        k_PGD, v_PGD = self._state[layer].get()
+        return k_PGD, v_PGD
 
     def drop(self, layer: int) -> None:
         """A layer is read; what was brought to the device for it may go."""
@@ -99,7 +100,7 @@ class Page:
                 kept.drop()
 
     @contextmanager
-    def own_adjoint(self, layer: int) -> Iterator[Pair | None]:
+    def own_adjoint(self, layer: int) -> Iterator[tuple[Tensor, ...] | None]:
         """A layer's adjoints `[P, G, D]` on the device, None where nothing flowed in; layers are read ascending."""
         self.keeper.settle()
         for near in (layer, layer + 1):
@@ -116,9 +117,13 @@ class Page:
         self._input = self.keeper.keep(Key("stage_input", self.unit, 0), (self.replicas.part(hidden),))
 
     def count_graph(self, size: int) -> None:
-        """Count the bytes of the unit's retained graph, keys and values aside, as long as this page lives."""
-        self.activation_bytes = size
-        self.keeper.count.add("activations", size)
+        """Count the bytes of the unit's retained graph as long as this page lives.
+
+        Args:
+            size: keys and values aside, which the graph shares with the state; not where that is kept elsewhere.
+        """
+        self.activation_bytes = size + (self._written_bytes if self.keeper.placement.state != "device" else 0)
+        self.keeper.count.add("activations", self.activation_bytes)
 
     @contextmanager
     def stage_input(self) -> Iterator[Tensor | None]:
@@ -167,8 +172,8 @@ def read_layer(
     """
     if pages:
         pages[0].keeper.settle(but=layer)
-    for number in (layer, following):
-        for page in pages if number is not None else ():
+    for number in (layer,) if following is None else (layer, following):
+        for page in pages:
             page.prefetch(number, adjoint=adjoints)
     yield tuple((page, *page.state(layer)) for page in pages)
     for page in pages if last else ():

@@ -29,11 +29,13 @@ class Header:
         topology: parallel sizes, ZeRO stage and devices.
         trees: statistics of the first step's trees.
         peak_bytes: predicted peak by kind on the fullest rank, in bytes.
+        placement: where that rank keeps them.
     """
 
     topology: str
     trees: str
     peak_bytes: Mapping[str, int]
+    placement: str = ""
 
 
 class Console:
@@ -60,7 +62,8 @@ class Console:
         self._print(f"versions  python {python_version()}, {versions}")
         self._print(f"topology  {header.topology}")
         self._print("trees     " + header.trees.replace("\n", "\n" + " " * 10))
-        self._print(f"peak      {bytes_text(total)}" + (f" ({kinds})" if kinds else ""))
+        placed = f"; placement: {header.placement}" if header.placement else ""
+        self._print(f"peak      {bytes_text(total)}" + (f" ({kinds})" if kinds else "") + placed)
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         """Print the line of a step."""

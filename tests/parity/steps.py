@@ -23,7 +23,7 @@ from megatron_branch.engine.worker import PlannedStep, Worker
 from megatron_branch.objective.reduce import reduce_losses
 from megatron_branch.rollouts.record import Rollout
 from megatron_branch.state.bytes import ByteCount
-from megatron_branch.state.predict import predict_state
+from megatron_branch.state.predict import Seat, predict_state
 from tests.worlds import leave_layout
 
 
@@ -31,8 +31,8 @@ from tests.worlds import leave_layout
 class Case:
     """What may change without changing the numbers: layout `(tp, cp, pp, dp)`, chunks, packs, precision.
 
-    `ulysses` is the size of its groups among the cp ranks; `model` is a folder; `objective` are keys of the
-    configuration's section.
+    `ulysses` is the size of its groups among the cp ranks; `model` is a folder; `objective` and `state` are keys of
+    those sections of the configuration.
     """
 
     model: Path
@@ -47,6 +47,7 @@ class Case:
     budget_bytes: int | None = None
     recompute_layers: bool = False
     objective: tuple[tuple[str, Any], ...] = ()
+    state: tuple[tuple[str, Any], ...] = ()
 
     @property
     def world(self) -> int:
@@ -71,6 +72,7 @@ class Case:
                     "recompute_layers": self.recompute_layers,
                 },
                 "objective": dict(self.objective),
+                "state": dict(self.state),
                 "optimizer": {"name": "sgd", "lr": 0.1, "clip_grad": 0.0},
             }
         )
@@ -85,7 +87,13 @@ class Case:
         settings = [self.model.name, layout, self.gradient, self.dtype]
         settings.append(f"{self.activations} {self.budget_bytes} {'layers' if self.recompute_layers else ''}")
         return " ".join(
-            [*settings, f"chunk {self.chunk_tokens}", f"pack {self.pack_tokens}", str(dict(self.objective))]
+            [
+                *settings,
+                f"chunk {self.chunk_tokens}",
+                f"pack {self.pack_tokens}",
+                str(dict(self.objective)),
+                str(dict(self.state)),
+            ]
         )
 
 
@@ -98,7 +106,7 @@ class Numbers:
         logprobs: per rollout, of its trained tokens.
         loss, grad_norm: of the step.
         max_log_ratio: largest |current - old log-prob|.
-        state_bytes, predicted_bytes: this rank's peak by kind and of their sum, measured and predicted.
+        state_bytes, predicted_bytes: this rank's peak by kind, by place and of their sum, measured and predicted.
         replays, retained: number of prefix units of this rank that are replayed; of those that keep their graph.
     """
 
@@ -154,21 +162,14 @@ def one_step(worker: Worker, rollouts: Sequence[Rollout], host: PlainHost) -> Nu
 
 
 def _predicted(worker: Worker, step: PlannedStep) -> dict[str, int]:
-    parallel, cp = worker.config.parallel, worker.groups.cp
-    predicted = predict_state(
-        step.order,
-        step.units,
-        worker.sizes[worker.groups.pp.rank],
-        cp=cp.size,
-        cp_rank=cp.rank,
-        ulysses=parallel.ulysses,
-        sequence_parallel=parallel.sequence_ranks,
-    )
-    return _peaks(predicted)
+    groups = worker.groups
+    seat = Seat(groups.cp.size, groups.cp.rank, groups.tp.rank, worker.config.parallel.ulysses)
+    sizes = worker.sizes[groups.pp.rank]
+    return _peaks(predict_state(step.order, step.units, sizes, seat=seat, placement=step.placement))
 
 
 def _peaks(count: ByteCount) -> dict[str, int]:
-    return {**count.peak, "total": count.peak_total}
+    return {**count.peak, **count.peak_at, "total": count.peak_total}
 
 
 def compute_all(cases: Sequence[Case], rollouts: Sequence[Rollout]) -> list[Numbers]:

@@ -31,7 +31,9 @@ REFUSED = {
     "bf16 against float32": ({"bf16": {"enabled": True}}, "model.dtype = float32"),
     "accumulation dtype": ({"data_types": {"grad_accum_dtype": "fp32"}}, "data_types"),
     "untested optimizers": ({"zero_allow_untested_optimizer": True}, "optimizer.name"),
-    "activations": ({"activation_checkpointing": {"partition_activations": True}}, "branch.activations"),
+    "activations": ({"activation_checkpointing": {"contiguous_memory_optimization": True}}, "contiguous_memory"),
+    "activation switch": ({"activation_checkpointing": {"cpu_checkpointing": "yes"}}, "cpu_checkpointing"),
+    "activations as text": ({"activation_checkpointing": "cpu"}, "activation_checkpointing"),
 }
 
 
@@ -87,6 +89,22 @@ def test_reduction_in_every_pass_is_not_deepspeeds(tmp_path: Path, content: dict
     with pytest.raises(ValueError, match=rf"ds\.json: .*{named} with zero\.reduce=pass: .*; remove the key"):
         with_deepspeed_file(each_pass, file(tmp_path, content))
     assert with_deepspeed_file(config(), file(tmp_path, content))[1] == content
+
+
+def test_activation_keys_are_switches_of_the_state_store(tmp_path: Path) -> None:
+    on = file(tmp_path, {"activation_checkpointing": {"partition_activations": True, "cpu_checkpointing": True}})
+    taken, read = with_deepspeed_file(config(parallel={"tp": 2}), on)
+    assert taken.state.placement == "host"
+    assert "activation_checkpointing" not in engine_settings(taken, read)
+    assert with_deepspeed_file(config(state={"placement": "host"}), on)[0].state.placement == "host"
+    with pytest.raises(ValueError, match=r"cpu_checkpointing = true, but state\.placement = device"):
+        with_deepspeed_file(config(state={"placement": "device"}), on)
+    off = file(tmp_path, {"activation_checkpointing": {"cpu_checkpointing": False, "partition_activations": False}})
+    assert with_deepspeed_file(config(), off)[0].state.placement == "device"
+    with pytest.raises(ValueError, match=r"cpu_checkpointing = false, but state\.placement = host"):
+        with_deepspeed_file(config(state={"placement": "host"}), off)
+    with pytest.raises(ValueError, match=r"partition_activations = false with parallel\.tp = 2"):
+        with_deepspeed_file(config(parallel={"tp": 2}), off)
 
 
 @pytest.mark.parametrize("text", ["[1]", "{", ""])
