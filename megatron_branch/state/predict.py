@@ -1,8 +1,8 @@
 """How many bytes of state an order will hold: the store's additions and removals, walked without tensors.
 
 Always true: for the same order, units and placement, the prediction equals what `StateStore.count` measures, to the
-byte, by kind and by place. (Where data-parallel ranks must make the same passes, the replay of a unit without loss reads
-one layer more than counted here; with three layers or more that changes nothing.)
+byte, by kind and by place. (Where data-parallel ranks must make the same passes, the replay of a unit without loss
+reads one layer more than counted here; with three layers or more that changes nothing.)
 """
 
 from __future__ import annotations
