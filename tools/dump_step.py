@@ -24,7 +24,7 @@ from megatron_branch.engine.local_ranks import LocalRanksError, run_local_ranks
 # Configuration keys that the step depends on, beside those that have an option.
 READ = (
     "objective.", "attention.", "state.", "parallel.ulysses_size", "parallel.sequence_parallel", "branch.pack_tokens",
-    "branch.activations", "branch.activation_budget_bytes", "branch.recompute_layers", "zero.reduce",
+    "branch.gate", "branch.activations", "branch.activation_budget_bytes", "branch.recompute_layers", "zero.reduce",
     "model.gguf_file", "seed", "timeout_s",
 )  # fmt: skip
 
@@ -63,7 +63,8 @@ def configure(options: argparse.Namespace) -> Config:
         "model": {"path": options.model, "dtype": dtype},
         "data": {"rollouts": options.rollouts},
         "parallel": {axis: getattr(options, axis) for axis in ("tp", "cp", "pp", "dp")} | {"cp_mode": options.cp_mode},
-        "branch": {"gradient": options.gradient, "chunk_tokens": options.chunk_tokens},
+        # Every tree is shared unless asked otherwise: what is looked at here is how shared trees compute.
+        "branch": {"gradient": options.gradient, "chunk_tokens": options.chunk_tokens, "gate": False},
         "optimizer": {"name": "sgd", "lr": 0.0, "clip_grad": 0.0},
         "zero": {"stage": options.zero or 0},
     }

@@ -10,6 +10,7 @@ from pathlib import Path
 
 from megatron_branch.plan.build import make_plan
 from megatron_branch.plan.cost import ModelShape, plan_flops
+from megatron_branch.plan.gate import gate_trees
 from megatron_branch.plan.limits import BranchConfig, Layout
 from megatron_branch.plan.plan import Plan, Unit
 from megatron_branch.plan.tables import loss_rows
@@ -43,6 +44,7 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--chunk_tokens", type=int, help="most tokens of one node in a pass (default: unlimited)")
     parser.add_argument("--pack_tokens", type=int, default=2048, help="most tokens of packed tails (default 2048)")
     parser.add_argument("--gradient", choices=("exact", "detached", "dense"), default="exact")
+    parser.add_argument("--gate", action="store_true", help="as training: no sharing in trees where it would not pay")
     parser.add_argument("--shape", default=QWEN3_8B, help=f"{SIZES} of the model (default: Qwen3-8B, {QWEN3_8B})")
     parser.add_argument(
         "--rank", type=int, default=0, help="data-parallel rank of the trace and the picture (default 0)"
@@ -82,10 +84,16 @@ def show(options: argparse.Namespace) -> None:
     shape = parse_shape(options.shape)
     if options.pp > shape.layers:
         raise ValueError(f"--pp {options.pp}: must be at most the {shape.layers} layers of --shape; lower it")
-    config = BranchConfig(gradient=options.gradient, chunk_tokens=options.chunk_tokens, pack_tokens=options.pack_tokens)
+    config = BranchConfig(
+        gradient=options.gradient,
+        chunk_tokens=options.chunk_tokens,
+        pack_tokens=options.pack_tokens,
+        gate=options.gate,
+    )
     rollouts = list(read_rollouts(options.rollouts))
     trees = build_trees(rollouts, share=config.gradient != "dense")
     layout = Layout(dp=options.dp, cp=options.cp, pp=options.pp)
+    trees = gate_trees(trees, rollouts, config=config, layout=layout, shape=shape)
     plan = make_plan(trees, rollouts, config=config, layout=layout, aggregation="token-mean", shape=shape)
     print(tree_stats(trees, rollouts).text())
     simulations = show_ranks(plan, trees, rollouts, shape=shape, options=options)

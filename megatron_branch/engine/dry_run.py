@@ -7,6 +7,7 @@ from megatron_branch.engine.checked import check_run
 from megatron_branch.engine.outlook import fullest_rank, outlook
 from megatron_branch.engine.sizes import stage_sizes
 from megatron_branch.plan.build import make_plan
+from megatron_branch.plan.gate import gate_trees
 from megatron_branch.plan.limits import Layout
 from megatron_branch.tracking.console import bytes_text
 from megatron_branch.tree.build import build_trees
@@ -33,14 +34,17 @@ def dry_run(config: Config, *, world_size: int | None) -> str:
     dp = sizes.data_parallel(ranks)
     layout = Layout(dp, sizes.cp, sizes.pp, config.zero.matched(dp))
     trees = build_trees(rollouts, share=config.branch.gradient != "dense")
+    shape = checked.arch.shape()
+    retained = [stage.activations for stage in stage_sizes(config, checked.arch, device=PLANNED)]
+    trees = gate_trees(trees, rollouts, config=config.branch, layout=layout, shape=shape, sizes=retained)
     plan = make_plan(
         trees,
         rollouts,
         config=config.branch,
         layout=layout,
         aggregation=config.objective.aggregation,
-        shape=checked.arch.shape(),
-        sizes=[stage.activations for stage in stage_sizes(config, checked.arch, device=PLANNED)],
+        shape=shape,
+        sizes=retained,
     )
     view = outlook(config, checked.arch, plan, trees, rollouts, world_size=ranks, device=PLANNED)
     lines = [f"topology  {view.topology}", "trees     " + view.trees.replace("\n", "\n" + " " * 10)]
@@ -52,6 +56,8 @@ def dry_run(config: Config, *, world_size: int | None) -> str:
         f"bubble {100 * view.simulation.bubble_fraction:.1f} %, speed-up bound by FLOPs x{view.flops.bound:.2f}; "
         f"steps in all: {len(data.steps)}"
     )
+    if plan.dense_trees:
+        lines.append(f"trees whose rollouts run alone, because sharing would not pay: {plan.dense_trees}")
     fullest = fullest_rank(config, checked.arch, plan, device=PLANNED)
     by_kind, by_place = (
         ", ".join(f"{name} {bytes_text(size)}" for name, size in peaks.items())

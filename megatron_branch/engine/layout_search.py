@@ -16,6 +16,7 @@ from megatron_branch.engine.config import ZeroConfig
 from megatron_branch.engine.estimate import BusiestRank, Estimate, RankBytes, StepSeconds, busiest_rank
 from megatron_branch.engine.sizes import stage_sizes
 from megatron_branch.plan.build import make_plan
+from megatron_branch.plan.gate import gate_trees
 from megatron_branch.plan.hardware import Assumptions, Hardware
 from megatron_branch.plan.limits import Layout
 from megatron_branch.rollouts.record import Rollout
@@ -226,16 +227,21 @@ class LayoutSearch:
         dp = sizes.data_parallel(self.machine.devices)
         key = (config.branch, dp, sizes)
         if key not in self._plans:
+            layout, shape = Layout(dp, sizes.cp, sizes.pp), self.arch.shape()
+            retained = [stage.activations for stage in stage_sizes(config, self.arch, device="cuda")]
+            trees = gate_trees(
+                self._trees, self.rollouts, config=config.branch, layout=layout, shape=shape, sizes=retained
+            )
             plan = make_plan(
-                self._trees,
+                trees,
                 self.rollouts,
                 config=config.branch,
-                layout=Layout(dp, sizes.cp, sizes.pp),
+                layout=layout,
                 aggregation=config.objective.aggregation,
-                shape=self.arch.shape(),
-                sizes=[stage.activations for stage in stage_sizes(config, self.arch, device="cuda")],
+                shape=shape,
+                sizes=retained,
             )
-            self._plans[key] = busiest_rank(plan, self._trees, self.rollouts, pp=sizes.pp)
+            self._plans[key] = busiest_rank(plan, trees, self.rollouts, pp=sizes.pp)
         return self._plans[key]
 
     def _candidates(self) -> Iterator[dict[str, Any]]:

@@ -62,6 +62,7 @@ class Outlook:
             "branch/tails_per_tree": self.stats.tails_per_tree,
             "branch/bubble_fraction": self.simulation.bubble_fraction,
             "branch/speedup_bound": self.flops.bound,
+            "branch/dense_trees": float(self.plan.dense_trees),
         }
 
     def picture(self, path: Path) -> None:

@@ -26,6 +26,7 @@ from megatron_branch.engine.step_batch import StepBatch
 from megatron_branch.objective.advantages import advantages
 from megatron_branch.objective.logprobs import HeadSettings
 from megatron_branch.plan.build import make_plan
+from megatron_branch.plan.gate import gate_trees
 from megatron_branch.plan.limits import BranchConfig, Layout
 from megatron_branch.plan.plan import Plan, Unit
 from megatron_branch.plan.serial import digest
@@ -143,14 +144,16 @@ class Worker:
         with self.timers("plan"):
             sizes = self.groups
             layout = Layout(sizes.dp.size, sizes.cp.size, sizes.pp.size, self.matched)
+            shape, retained = self.arch.shape(), [stage.activations for stage in self.sizes]
+            trees = gate_trees(trees, rollouts, config=branch, layout=layout, shape=shape, sizes=retained)
             plan = make_plan(
                 trees,
                 rollouts,
                 config=branch,
                 layout=layout,
                 aggregation=self.config.objective.aggregation,
-                shape=self.arch.shape(),
-                sizes=[stage.activations for stage in self.sizes],
+                shape=shape,
+                sizes=retained,
             )
             _same_on_all_ranks(digest(plan, rollouts), self.device)
             batch = StepBatch(

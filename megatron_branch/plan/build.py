@@ -61,6 +61,7 @@ def make_plan(
         logical_tokens=sum(len(rollout) - 1 for rollout in rollouts),
         executed_tokens=sum(unit.tokens for rank in ranks for unit in rank.units),
         loss_tokens=sum(sum(planned.loss_rows) for planned in per_tree),
+        dense_trees=len({tree.taken_from for tree in trees if tree.taken_from is not None}),
     )
 
 

@@ -24,6 +24,11 @@ class BranchConfig(BaseModel):
         description="exact: the gradient of dense training; detached: the state of leading loss-free positions is a "
         "constant; dense: every rollout alone, full sequence",
     )
+    gate: bool = Field(
+        default=True,
+        description="run the rollouts of a tree alone where sharing would not save 3 %: the same gradient; only for "
+        "exact, because elsewhere it would be another one",
+    )
     activations: Activations = Field(
         default="recompute",
         description="recompute: a captured chunk is run again from its stage input in its replay; retain: it keeps its "

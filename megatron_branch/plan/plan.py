@@ -105,6 +105,7 @@ class Plan:
         logical_tokens: inputs that dense training computes.
         executed_tokens: inputs that the forward passes of this plan compute once each.
         loss_tokens: positions at which the head runs.
+        dense_trees: trees whose rollouts run alone, because sharing would not pay (`plan/gate.py`).
     """
 
     gradient: Gradient
@@ -118,3 +119,4 @@ class Plan:
     logical_tokens: int
     executed_tokens: int
     loss_tokens: int
+    dense_trees: int

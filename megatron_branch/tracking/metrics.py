@@ -64,6 +64,9 @@ METRICS: tuple[Metric, ...] = (
         "branch/bubble_fraction", "fraction", "last", "idle share of the pipeline, by the simulation of the schedule"
     ),
     Metric("branch/speedup_bound", "1", "last", "FLOPs of dense training over FLOPs executed"),
+    Metric(
+        "branch/dense_trees", "trees", "last", "trees whose rollouts ran alone, because sharing would not have paid"
+    ),
     Metric("training/global_step", "steps", "last", "optimizer steps taken: the x axis"),
     Metric("training/consumed_rollouts", "rollouts", "last", "rollouts trained on since the start"),
 )

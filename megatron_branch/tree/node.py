@@ -59,8 +59,17 @@ class Node:
 
 @dataclass(frozen=True, slots=True)
 class Tree:
-    """Rollouts merged on exact shared token prefixes; `rollouts` are indices into the step's rollouts, ascending."""
+    """Rollouts merged on exact shared token prefixes.
+
+    Attributes:
+        index: place in the step.
+        nodes: in depth-first order.
+        rollouts: indices into the step's rollouts, ascending.
+        taken_from: for a rollout that runs alone because sharing would not pay, the index that its shared tree had;
+            None for every other tree.
+    """
 
     index: int
     nodes: tuple[Node, ...]
     rollouts: tuple[int, ...]
+    taken_from: int | None = None

@@ -76,7 +76,7 @@ class Run:
                 "model": {"path": str(model), "dtype": "float32"},
                 "data": {"rollouts": "unused"},
                 "parallel": {"tp": tp, "cp": cp, "pp": pp, "dp": dp},
-                "branch": {"chunk_tokens": 16, **self.branch},
+                "branch": {"chunk_tokens": 16, "gate": False, **self.branch},
                 "optimizer": self.optimizer,
                 "zero": {"stage": self.stage, "reduce": self.reduce},
             }

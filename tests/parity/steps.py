@@ -46,6 +46,7 @@ class Case:
     activations: str = "recompute"
     budget_bytes: int | None = None
     recompute_layers: bool = False
+    gate: bool = False
     objective: tuple[tuple[str, Any], ...] = ()
     state: tuple[tuple[str, Any], ...] = ()
 
@@ -67,6 +68,7 @@ class Case:
                     "gradient": self.gradient,
                     "chunk_tokens": self.chunk_tokens,
                     "pack_tokens": self.pack_tokens,
+                    "gate": self.gate,
                     "activations": self.activations,
                     "activation_budget_bytes": self.budget_bytes,
                     "recompute_layers": self.recompute_layers,
