@@ -3,8 +3,9 @@
 `auto` takes, of all ways to place the three kinds, the one with the least time in copies among those that fit. A kind
 that is kept away costs, per byte that it frees on the device and per step, with B passes that run backward over it and
 C captures after it: a stage input 2 copies, an adjoint about 2 B (in and out at each of them), keys and values about
-1 + C + 2 B (out once, in for each forward and each backward). So stage inputs leave the device first, then adjoints,
-then keys and values, unless the sizes say otherwise: what decides is the bytes that the order really moves.
+1 + C + 2 B (out once, in for each forward and each backward). So per byte freed stage inputs are the first to
+leave the device, then adjoints, then keys and values; but adjoints are the larger kind, and where keys and values alone
+free enough they go instead. What decides is the bytes that the order really moves.
 """
 
 from __future__ import annotations
@@ -64,6 +65,6 @@ def choose_placement(
     room = "" if host_room_bytes is None else f", and {host_room_bytes} bytes are free in host memory"
     raise ValueError(
         f"state.device_budget_bytes={config.device_budget_bytes}: no placement fits; with everything elsewhere the "
-        f"state still takes {least['device']} bytes on the device{room}; raise the budget, lower branch.chunk_tokens, "
-        "raise parallel.cp, or name a disk as state.nvme_path"
+        f"state still takes {least['device']} bytes on the device{room}; raise the budget or parallel.cp, or lower "
+        "branch.activation_budget_bytes where chunks keep their graphs"
     )
