@@ -152,7 +152,9 @@ class Estimate:
     def _model(self, stage: int, zero: int) -> ModelBytes:
         optimizer = self.config.optimizer
         moments = (1 if optimizer.momentum else 0) if optimizer.name == "sgd" else ADAM_MOMENTS
-        return model_bytes(self._elements[stage], HostShape(zero, self.replicas, self.split.dtype_bytes, moments))
+        each_pass = self.config.zero.reduce == "pass"
+        host = HostShape(zero, self.replicas, self.split.dtype_bytes, moments, each_pass=each_pass)
+        return model_bytes(self._elements[stage], host)
 
     def _pass_bytes(self, stage: int) -> RankBytes:
         """Of state and passes."""

@@ -9,6 +9,7 @@ from typing import Any
 from megatron_branch.config import Config, make_config
 from megatron_branch.engine import host_cpu
 from megatron_branch.engine.checked import check_model
+from megatron_branch.engine.gradient_shards import GradientShards
 from megatron_branch.engine.groups import build_groups
 from megatron_branch.engine.tensor_layout import stage_elements
 from megatron_branch.engine.trainer import Trainer
@@ -23,7 +24,7 @@ PERSISTENT, BUCKET = 100, 10_000  # by default a tiny model would stay whole at 
 KINDS = ("weights", "gradients", "optimizer")
 
 
-def configuration(model: Path, layout: Layout, stage: int, dtype: str) -> Config:
+def configuration(model: Path, layout: Layout, stage: int, dtype: str, reduce: str) -> Config:
     tp, cp, pp, dp = layout
     return make_config(
         {
@@ -31,7 +32,7 @@ def configuration(model: Path, layout: Layout, stage: int, dtype: str) -> Config
             "data": {"rollouts": "unused"},
             "parallel": {"tp": tp, "cp": cp, "pp": pp, "dp": dp},
             "optimizer": {"name": "adamw", "lr": 1e-3},
-            "zero": {"stage": stage},
+            "zero": {"stage": stage, "reduce": reduce},
         }
     )
 
@@ -49,17 +50,21 @@ def held(trainer: Trainer) -> dict[str, int]:
     if host.stage == 0 and masters[0].dtype == parameters[0].dtype:
         masters = []  # the weights themselves
     host._gradients.start()
-    sums = [host._gradients.or_zero(name) for name in host._gradients.names()]
+    if isinstance(host._gradients, GradientShards):
+        # With ZeRO 3 the parts are DeepSpeed's buffer, which is counted above.
+        sums = [host._gradients.part(name) for name in host._gradients.names() if host.stage == 2]
+    else:
+        sums = [host._gradients.or_zero(name) for name in host._gradients.names()]
     sizes = {"weights": [*parameters, *partitions], "gradients": sums, "optimizer": [*masters, *moments]}
     return {kind: sum(tensor.nbytes for tensor in tensors) for kind, tensors in sizes.items()}
 
 
-def measure(model: Path, cases: Sequence[tuple[Layout, int, str]]) -> list[tuple[dict[str, int], dict[str, int]]]:
+def measure(model: Path, cases: Sequence[tuple[Layout, int, str, str]]) -> list[tuple[dict[str, int], dict[str, int]]]:
     """Measured and predicted bytes of this rank by kind."""
     results = []
     device = host_cpu.enter()
-    for layout, stage, dtype in cases:
-        config = configuration(model, layout, stage, dtype)
+    for layout, stage, dtype, reduce in cases:
+        config = configuration(model, layout, stage, dtype, reduce)
         tp, cp, pp, dp = layout
         groups = build_groups(dp=dp, cp=cp, tp=tp, pp=pp)
         content: dict[str, Any] = {"zero_optimization": {"stage": stage, "reduce_bucket_size": BUCKET}}
@@ -69,7 +74,9 @@ def measure(model: Path, cases: Sequence[tuple[Layout, int, str]]) -> list[tuple
         trainer.step(trainer.worker.plan(odd_rollouts(97, 0)), number=1, total_steps=1)
         elements = stage_elements(trainer.worker.arch, tp=tp, pp=pp)[groups.pp.rank]
         size = next(trainer.worker.model.parameters()).element_size()
-        host = HostShape(stage, groups.dp_cp.size, size, 2, persistent=PERSISTENT, bucket=BUCKET)
+        host = HostShape(
+            stage, groups.dp_cp.size, size, 2, persistent=PERSISTENT, bucket=BUCKET, each_pass=reduce == "pass"
+        )
         sizes = model_bytes(elements, host)
         results.append((held(trainer), {kind: getattr(sizes, kind) for kind in KINDS}))
         trainer.host.engine.destroy()
@@ -79,8 +86,11 @@ def measure(model: Path, cases: Sequence[tuple[Layout, int, str]]) -> list[tuple
 
 def test_bytes_of_every_stage(tmp_path: Path) -> None:
     folder = write_tiny_model(tmp_path / "qwen3", "qwen3", layers=3, tied=True)
-    cases: list[tuple[Layout, int, str]] = [((1, 2, 1, 1), s, d) for s in range(4) for d in ("float32", "bfloat16")]
-    cases += [((2, 1, 1, 1), 1, "bfloat16"), ((1, 1, 2, 1), 1, "bfloat16"), ((1, 1, 1, 2), 2, "bfloat16")]
+    dtypes = ("float32", "bfloat16")
+    cases: list[tuple[Layout, int, str, str]] = [((1, 2, 1, 1), s, d, "step") for s in range(4) for d in dtypes]
+    cases += [((2, 1, 1, 1), 1, "bfloat16", "step"), ((1, 1, 2, 1), 1, "bfloat16", "step")]
+    cases += [((1, 1, 1, 2), 2, "bfloat16", "step")]
+    cases += [((1, 2, 1, 1), s, d, "pass") for s in (2, 3) for d in dtypes]
     for rank, results in enumerate(run_ranks(2, measure, folder, cases, timeout_s=120)):
         for case, (measured, predicted) in zip(cases, results, strict=True):
             assert measured == predicted, f"{case}, rank {rank}"

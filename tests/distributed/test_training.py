@@ -289,9 +289,13 @@ def test_gradients_reduced_in_every_pass(model: Path, axis: str, optimizer: dict
     check(model, runs, STEPS)
 
 
-@pytest.mark.parametrize("layout", [(2, 1, 1, 2), (1, 2, 1, 2), (1, 2, 2, 1)], ids=["tp dp", "cp dp", "cp pp"])
-def test_gradients_reduced_in_every_pass_on_two_axes(model: Path, layout: Layout) -> None:
-    """Partial sums of tensor-parallel ranks and of a tied embedding's two copies are completed part by part."""
+FURTHER: dict[str, Layout] = {"dp 3": (1, 1, 1, 3), "tp dp": (2, 1, 1, 2), "cp dp": (1, 2, 1, 2), "cp pp": (1, 2, 2, 1)}
+
+
+@pytest.mark.parametrize("layout", FURTHER.values(), ids=FURTHER.keys())
+def test_gradients_reduced_in_every_pass_of_further_layouts(model: Path, layout: Layout) -> None:
+    """Partial sums of tensor-parallel ranks and of a tied embedding's two copies are completed part by part; three
+    ranks divide no parameter."""
     runs = [Run("adamw", layout, 2, ADAMW, reduce="pass")]
     if layout[2] == 1:
         runs.append(Run("sgd", layout, 3, SGD, PARTITION_ALL, reduce="pass"))
