@@ -37,7 +37,12 @@ SUPPORT: tuple[Support, ...] = (
     Support("models", "other RoPE types", "no", "refused by name"),
     Support("gradient", "exact, detached, dense", "yes", "tests/parity/test_exact.py"),
     Support("activations", "recompute, retain, auto; layers recomputed", "yes", "tests/parity/test_activations.py"),
-    Support("activations", "retain and auto with ZeRO 3", "no", "refused before weights load"),
+    Support(
+        "activations",
+        "retain and auto with ZeRO 3, or gradients reduced in every pass",
+        "no",
+        "refused before weights load",
+    ),
     Support(
         "state",
         "on the device, in host memory, in files, `auto`; 1/tp of stage inputs",

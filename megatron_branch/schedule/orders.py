@@ -213,8 +213,9 @@ def scoring_orders(units: Sequence[Unit], stages: int) -> tuple[tuple[Action, ..
 def match_passes(orders: Sequence[Sequence[Action]]) -> tuple[tuple[Action, ...], ...]:
     """Pad the orders of data-parallel ranks with idles until slot i is the same kind of pass on every rank.
 
-    A pass is forward only (`forward`) or forward and backward (`both`). The slots are a common supersequence of the
-    ranks' passes, by weighted majority merge: each slot is the kind for which the ranks that can use it have most left.
+    A pass is forward only (`forward`) or forward and backward (`both`); no unit is retained. The slots are a common
+    supersequence of the ranks' passes, by weighted majority merge: each slot is the kind for which the ranks that can
+    use it have most left.
 
     Args:
         orders: one order per data-parallel rank, of a single pipeline stage each; an order may be empty.

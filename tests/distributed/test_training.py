@@ -261,7 +261,10 @@ def test_retained_graphs_and_recomputed_layers_at_every_stage(model: Path) -> No
     """ZeRO-3 gathers weights again for the forward that a layer runs in its backward, and for that backward."""
     layers, retain = {"recompute_layers": True}, {"activations": "retain"}
     runs = [Run("auto", LAYOUTS["dp"], 0, SGD, branch=AUTO), Run("retain", LAYOUTS["dp"], 1, ADAMW, branch=retain)]
-    runs += [Run("retain", LAYOUTS["dp"], 2, SGD, branch=retain), Run("layers", LAYOUTS["dp"], 2, SGD, branch=layers)]
+    runs += [
+        Run("retain", LAYOUTS["dp"], 2, SGD, branch=retain),
+        Run("layers", LAYOUTS["dp"], 2, SGD, branch=layers, reduce="pass"),
+    ]
     runs += [Run("layers", LAYOUTS["dp"], 3, SGD, content, branch=layers) for content in ({}, PARTITION_ALL)]
     check(model, runs, STEPS[:2])
 
@@ -269,6 +272,9 @@ def test_retained_graphs_and_recomputed_layers_at_every_stage(model: Path) -> No
 def test_retained_graphs_with_zero_3_are_refused_by_name(model: Path) -> None:
     with pytest.raises(ValueError, match="zero.stage=3 with branch.activations=retain.*activations=recompute"):
         Run("retain", LAYOUTS["dp"], 3, SGD, branch={"activations": "retain"}).config(model)
+    config = Run("retain", LAYOUTS["dp"], 2, SGD, branch={"activations": "retain"}).config(model)
+    with pytest.raises(ValueError, match="zero.reduce=pass with branch.activations=retain"):
+        make_config(json.loads(config.model_dump_json()), ["zero.reduce=pass"])
 
 
 def test_an_exception_in_a_tree_drops_retained_graphs(model: Path) -> None:
