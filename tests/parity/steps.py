@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+import math
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -184,18 +185,21 @@ def relative(a: Tensor, b: Tensor) -> float:
     return float((a.double() - b.double()).norm() / b.double().norm())
 
 
+def largest(values: Iterable[float]) -> float:
+    """Maximum that is infinite where a value is NaN: Python's own skips NaN, and a NaN would pass every limit."""
+    return max((math.inf if math.isnan(value) else value for value in values), default=0.0)
+
+
 def worst_gradient(numbers: Numbers, truth: Numbers) -> tuple[float, str]:
     """Largest relative error over all parameters, and where."""
     assert numbers.gradients.keys() == truth.gradients.keys()
-    return max((relative(numbers.gradients[name], truth.gradients[name]), name) for name in truth.gradients)
+    return max((largest([relative(numbers.gradients[name], truth.gradients[name])]), name) for name in truth.gradients)
 
 
 def worst_logprob(numbers: Numbers, truth: Numbers) -> float:
     """Largest absolute error over all trained tokens of all rollouts."""
-    worst = 0.0
-    for mine, theirs in zip(numbers.logprobs, truth.logprobs, strict=True):
-        worst = max([worst, *(abs(a - b) for a, b in zip(mine, theirs, strict=True))])
-    return worst
+    pairs = zip(numbers.logprobs, truth.logprobs, strict=True)
+    return largest(abs(a - b) for mine, theirs in pairs for a, b in zip(mine, theirs, strict=True))
 
 
 def errors(numbers: Numbers, truth: Numbers) -> dict[str, float]:
@@ -218,4 +222,4 @@ def assert_same(case: Case, numbers: Numbers, truth: Numbers, tolerance: float) 
     """Every parameter, each log-prob, the loss and the norm agree to `tolerance`, and none of them is trivial."""
     assert truth.grad_norm > 0.1 and abs(truth.loss) > 1e-3 and all(g.norm() > 0 for g in truth.gradients.values())
     worst = errors(numbers, truth)
-    assert max(worst.values()) < tolerance, f"{case}: {describe(numbers, truth)}"
+    assert largest(worst.values()) < tolerance, f"{case}: {describe(numbers, truth)}"

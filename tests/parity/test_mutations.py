@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
@@ -28,7 +29,7 @@ from megatron_branch.schedule import runner
 from megatron_branch.schedule.runner import Runner, UnitTensors
 from megatron_branch.state.page import Page
 from tests.harness import run_ranks
-from tests.parity.steps import Case, Numbers, compute, worst_gradient
+from tests.parity.steps import Case, Numbers, assert_same, compute, worst_gradient, worst_logprob
 from tests.tiny import write_tiny_model
 
 FLOAT64 = 1e-10
@@ -338,3 +339,18 @@ def test_without_a_fault_exact_is_dense(found: dict[Any, float], layout: tuple[i
 @pytest.mark.parametrize("fault", FAULTS | RETAINED_FAULTS, ids=lambda fault: fault.__name__)
 def test_a_fault_is_seen(found: dict[Any, float], fault: Fault) -> None:
     assert found[fault, (FAULTS | RETAINED_FAULTS)[fault]] > VISIBLE
+
+
+@pytest.mark.parametrize("where", ["a", "b", "c"])
+def test_a_nan_is_seen_wherever_it_is(where: str) -> None:
+    truth = Numbers(
+        gradients={name: torch.ones(3) for name in "abc"}, logprobs=[[0.5, 1.5, 2.5]], loss=1.0, grad_norm=3.0
+    )
+    broken = {name: torch.full((3,), float("nan") if name == where else 1.0) for name in "abc"}
+    assert worst_gradient(dataclasses.replace(truth, gradients=broken), truth) == (float("inf"), where)
+    row = [float("nan") if name == where else value for name, value in zip("abc", truth.logprobs[0], strict=True)]
+    assert worst_logprob(dataclasses.replace(truth, logprobs=[row]), truth) == float("inf")
+    for broken_number in ("loss", "grad_norm"):
+        with pytest.raises(AssertionError):
+            wrong = dataclasses.replace(truth, **{broken_number: float("nan")})
+            assert_same(Case(Path("any")), wrong, truth, FLOAT64)
