@@ -23,8 +23,9 @@ from megatron_branch.schedule.actions import Action
 from megatron_branch.schedule.orders import longest_path_tokens, training_orders
 from megatron_branch.schedule.seconds import Copied, Seconds, StageWork, seconds_durations
 from megatron_branch.schedule.simulate import Simulation, simulate
+from megatron_branch.state.bytes import ByteCount
 from megatron_branch.state.placement import Placement
-from megatron_branch.state.predict import Seat, predict_state
+from megatron_branch.state.predict import Seat, predict_moves, predict_state
 from megatron_branch.tree.node import Tree
 
 ADAM_MOMENTS = 2
@@ -115,9 +116,18 @@ class Estimate:
         arch: the model.
         step: the planned step.
         placement: where the state lives.
+        counts: per stage, bytes of the state where they are known; filled in.
     """
 
-    def __init__(self, config: Config, arch: Architecture, step: BusiestRank, *, placement: Placement) -> None:
+    def __init__(
+        self,
+        config: Config,
+        arch: Architecture,
+        step: BusiestRank,
+        *,
+        placement: Placement,
+        counts: dict[int, ByteCount] | None = None,
+    ) -> None:
         self.config, self.arch, self.placement, self.sizes = config, arch, placement, config.parallel
         self.units, self.rows, self.orders = step.units, step.rows, step.orders
         self.layers = stage_layers(arch, self.sizes.pp)
@@ -126,6 +136,9 @@ class Estimate:
         self.split = Split(self.sizes.tp, self.sizes.cp, dtype_bytes, self.sizes.ulysses)
         self.replicas = self.sizes.cp * step.ranks
         self._elements = stage_elements(arch, tp=self.sizes.tp, pp=self.sizes.pp)
+        # The last of the context-parallel ranks has no padding.
+        self._seat = Seat(self.sizes.cp, self.sizes.cp - 1, ulysses=self.sizes.ulysses)
+        self._counts = counts if counts is not None else {}
         self._passes: dict[int, RankBytes] = {}
         self._phases: dict[bool, StepSeconds] = {}
 
@@ -141,6 +154,15 @@ class Estimate:
             "buffers of ZeRO": model.buffers,
         }
         return replace(passes, device=held | passes.device, update=model.in_update)
+
+    def state_bytes(self, stage: int) -> int:
+        """Of `rank_bytes`, what the state takes on the device."""
+        kinds = {*self.placement.places, "state on its way"}
+        return sum(size for kind, size in self._passes[stage].device.items() if kind in kinds)
+
+    def moved(self) -> dict[str, int]:
+        """Bytes that the first stage would copy, by kind kept elsewhere."""
+        return predict_moves(self.orders[0], self.units, self.per_token[0], seat=self._seat)
 
     def seconds(self, hardware: Hardware, assumed: Assumptions, *, zero: int) -> StepSeconds:
         """By the rates of a machine, at a ZeRO stage."""
@@ -158,13 +180,11 @@ class Estimate:
 
     def _pass_bytes(self, stage: int) -> RankBytes:
         """Of state and passes."""
-        count = predict_state(
-            self.orders[stage],
-            self.units,
-            self.per_token[stage],
-            seat=Seat(self.sizes.cp, self.sizes.cp - 1, ulysses=self.sizes.ulysses),
-            placement=self.placement,
-        )
+        if stage not in self._counts:
+            self._counts[stage] = predict_state(
+                self.orders[stage], self.units, self.per_token[stage], seat=self._seat, placement=self.placement
+            )
+        count = self._counts[stage]
         device = {kind: count.peak[kind] for kind, place in self.placement.places.items() if place == "device"}
         # What the kinds leave of the peak of their sum: layers of what is kept elsewhere, gathered stage inputs.
         device["state on its way"] = max(count.peak_at["device"] - sum(device.values()) - count.peak["activations"], 0)

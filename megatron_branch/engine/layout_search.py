@@ -20,14 +20,17 @@ from megatron_branch.plan.gate import gate_trees
 from megatron_branch.plan.hardware import Assumptions, Hardware
 from megatron_branch.plan.limits import Layout
 from megatron_branch.rollouts.record import Rollout
+from megatron_branch.state.bytes import ByteCount
+from megatron_branch.state.choose import by_copies
 from megatron_branch.state.placement import Placement
 from megatron_branch.tree.build import build_trees
 from megatron_branch.tree.node import Tree
 
 CHUNKS = (2048, 4096, 8192, 16384, 32768, 65536, 131072)
 BUDGET_STEP = 2**30
+RETAIN_TRIES = 12
 CLOSE = 1.01  # the assumptions are no better than that
-MOST_UNITS = 300  # of one tree: plans of more passes take seconds each to look at
+MOST_UNITS = 140  # of one tree: plans of more passes take long to look at
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,16 +156,18 @@ class LayoutSearch:
         self._trees: tuple[Tree, ...] = build_trees(self.rollouts)
         self._plans: dict[Any, BusiestRank] = {}
         self._estimates: dict[Any, Estimate] = {}
+        self._placements: dict[Any, list[Placement]] = {}
+        self._counts: dict[Any, dict[int, ByteCount]] = {}
 
     def run(self) -> Found:
         """Look at every candidate, then retain what activations still fit where something does."""
         found = Found()
         for values in self._candidates():
             if (config := self._allowed(values, found)) is not None:
-                for placement in self._placements(config):
-                    self._consider(found, self._weigh(values, config, placement))
+                self._place(found, values, config)
         if "activations" not in self.values.get("branch", {}):
-            for candidate in list(found.fitting):
+            by_time = sorted(found.fitting, key=lambda c: c.seconds.total if c.seconds else 0.0)
+            for candidate in by_time[:RETAIN_TRIES]:
                 self._retain(found, candidate)
         fastest = min((c.seconds.total for c in found.fitting if c.seconds), default=0.0)
         found.fitting.sort(key=lambda candidate: candidate.rank(fastest))
@@ -191,6 +196,30 @@ class LayoutSearch:
         if best is None or sum(candidate.over.values()) < sum(best.over.values()):
             found.closest[axes] = candidate
 
+    def _place(self, found: Found, values: Mapping[str, Any], config: Config) -> None:
+        """The layout with its state where it costs least time in copies, as `state.placement: auto` chooses."""
+        if "placement" in values.get("state", {}):
+            place = config.state.placement
+            if place == "auto":
+                found.refused["state.placement=auto is what the search decides; leave it out"] += 1
+            else:
+                self._consider(found, self._weigh(values, config, Placement.everything(place)))
+            return
+        files = config.state.nvme_path is not None
+        for placement in self._ranked(config, files=files):
+            candidate = self._weigh(values, config, placement)
+            if candidate.fits or placement == Placement.everything("nvme" if files else "host"):
+                self._consider(found, candidate)
+                return
+
+    def _ranked(self, config: Config, *, files: bool) -> list[Placement]:
+        """Placements by their copies."""
+        key = config.branch.chunk_tokens, config.parallel
+        if key not in self._placements:
+            estimate = Estimate(config, self.arch, self._planned(config), placement=Placement())
+            self._placements[key] = by_copies(estimate.moved(), files=files)
+        return self._placements[key]
+
     def _retain(self, found: Found, candidate: Candidate) -> None:
         """The same layout with graphs kept in the memory that it leaves free."""
         free = self.machine.room["device"] - sum(candidate.fullest.device.values())
@@ -205,7 +234,9 @@ class LayoutSearch:
         zero = config.zero.stage
         key = config.model_copy(update={"zero": ZeroConfig()}), placement
         if key not in self._estimates:
-            self._estimates[key] = Estimate(config, self.arch, self._planned(config), placement=placement)
+            known = self._counts.setdefault((_unaffected(config), placement), {})
+            step = self._planned(config)
+            self._estimates[key] = Estimate(config, self.arch, step, placement=placement, counts=known)
         estimate = self._estimates[key]
         stages = tuple(estimate.rank_bytes(stage, zero=zero) for stage in range(config.parallel.pp))
         room = self.machine.room
@@ -215,9 +246,12 @@ class LayoutSearch:
             "disk": max(stage.disk for stage in stages),
         }
         over = {place: size - room[place] for place, size in needed.items() if size > room[place]}
-        candidate = Candidate(values, config, placement, stages, over)
         if over:
-            return candidate
+            return Candidate(values, config, placement, stages, over)
+        budget = min(room["device"] - stage.peak for stage in stages)
+        budget += min(estimate.state_bytes(stage) for stage in range(len(stages)))
+        values = _merged({"state": _state_section(placement, int(budget))}, values)
+        candidate = Candidate(values, make_config(values), placement, stages, over)
         seconds = estimate.seconds(self.machine.hardware, self.machine.assumed, zero=zero)
         return replace(candidate, seconds=seconds)
 
@@ -267,10 +301,19 @@ class LayoutSearch:
             if rest == 0 and 1 <= dp <= self.step.groups:
                 yield tp, cp, pp, dp
 
-    def _placements(self, config: Config) -> Iterator[Placement]:
-        yield Placement()
-        yield Placement(adjoint="host")
-        yield Placement.everything("host")
+
+def _unaffected(config: Config) -> Any:
+    """The settings that the bytes of the state depend on."""
+    branch = config.branch
+    return branch.chunk_tokens, branch.pack_tokens, branch.activation_budget_bytes, branch.activations, config.parallel
+
+
+def _state_section(placement: Placement, budget: int) -> dict[str, Any]:
+    """The section `state` that makes the program choose this placement."""
+    places = set(placement.places.values())
+    if len(places) == 1:
+        return {"placement": places.pop()}
+    return {"placement": "auto", "device_budget_bytes": budget}
 
 
 def _axes(config: Config) -> tuple[int, int, int, int]:

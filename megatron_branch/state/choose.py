@@ -10,7 +10,7 @@ free enough they go instead. What decides is the bytes that the order really mov
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import product
 
 from megatron_branch.plan.plan import Unit
@@ -22,6 +22,22 @@ from megatron_branch.state.predict import Seat, StateSizes, predict_moves, predi
 # Relative time per byte moved: some 25 GB/s over PCIe 4 to host memory, some 3 GB/s to one NVMe disk. Only the order of
 # the candidates depends on it.
 TIME_PER_BYTE: dict[Place, float] = {"device": 0.0, "host": 1.0, "nvme": 8.0}
+
+
+def by_copies(moved: Mapping[str, int], *, files: bool) -> list[Placement]:
+    """All placements, the one with the least time in copies first.
+
+    Args:
+        moved: see `predict_moves`.
+        files: state may go to a disk.
+    """
+    places = [place for place in PLACES if place != "nvme" or files]
+
+    def cost(placement: Placement) -> float:
+        return sum(moved[kind] * TIME_PER_BYTE[place] for kind, place in placement.places.items())
+
+    # Python's sort is stable: what has no bytes to move stays on the device.
+    return sorted((Placement(*kinds) for kinds in product(places, repeat=3)), key=cost)
 
 
 def choose_placement(
@@ -48,14 +64,8 @@ def choose_placement(
         return Placement.everything(config.placement)
     assert config.device_budget_bytes is not None, "see StateConfig"
     moved = predict_moves(order, units, sizes, seat=seat)
-    places = [place for place in PLACES if place != "nvme" or config.nvme_path is not None]
-
-    def cost(placement: Placement) -> float:
-        return sum(moved[kind] * TIME_PER_BYTE[place] for kind, place in placement.places.items())
-
     least: dict[Place, int] = {}
-    # Python's sort is stable: what has no bytes to move stays on the device.
-    for placement in sorted((Placement(*kinds) for kinds in product(places, repeat=3)), key=cost):
+    for placement in by_copies(moved, files=config.nvme_path is not None):
         peak = predict_state(order, units, sizes, seat=seat, placement=placement).peak_at
         fits_host = host_room_bytes is None or peak["host"] <= host_room_bytes
         if peak["device"] <= config.device_budget_bytes and fits_host:
