@@ -25,7 +25,7 @@ from megatron_branch.state.placement import Placement
 from megatron_branch.state.store import StateStore
 from tests.delayed import DelayedCopies
 from tests.harness import run_ranks
-from tests.parity.steps import Case, Numbers, compute, in_layout, one_step
+from tests.parity.steps import Case, Numbers, assert_same, compute, in_layout, one_step
 from tests.tiny import write_tiny_model
 
 Layout = tuple[int, int, int, int]
@@ -35,6 +35,8 @@ LAYOUTS: dict[int, list[Layout]] = {
 }
 # Of what the fullest rank takes with everything on the device; two layers of four fit.
 BUDGET = 0.95
+# See `test_exact`. It is for what all placements share: the gathering of stage inputs.
+FLOAT64 = 1e-10
 
 
 @pytest.fixture(scope="module")
@@ -77,6 +79,10 @@ def test_every_placement_gives_the_bits_of_the_device(model: Path, tmp_path: Pat
     ]
     files = tmp_path / "files"
     by_rank = run_ranks(world, every_layout, cases, odd_rollouts(97, 0), files, timeout_s=300)
+    truth = run_ranks(1, compute, Case(model, gradient="dense"), odd_rollouts(97, 0))[0]
+    for case, numbers in zip(cases, by_rank[0], strict=True):
+        if case.gradient == "exact":
+            assert_same(case, numbers["device"], truth, FLOAT64)
     for rank, results in enumerate(by_rank):
         for case, numbers in zip(cases, results, strict=True):
             for name, got in numbers.items():
