@@ -1,12 +1,13 @@
-"""Write the generated tables of the README: configuration keys, metrics, what is supported.
+"""Write the generated tables of the README: configuration keys, metrics, what is supported, a plan.
 
-Inputs: the declarations in the package and the support table below. Outputs: the README, each table between its markers
-`<!-- begin NAME -->` and `<!-- end NAME -->`. With --check nothing is written and a stale table is an error (exit 1).
+Inputs: the declarations in the package, the support table below and the plan in configs/plans. Outputs: the README,
+each table between its markers `<!-- begin NAME -->` and `<!-- end NAME -->`. With --check nothing is written and a stale table is an error (exit 1).
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import re
 import sys
 from collections.abc import Sequence
@@ -66,6 +67,10 @@ SUPPORT: tuple[Support, ...] = (
     Support("ZeRO", "reduction in every pass: dp with pp, with retained activations", "no", "refused by name"),
     Support("ZeRO", "reduction in every pass: optimizer offload", "no", "refused by name"),
     Support("ZeRO", "optimizer and parameter offload", "untested", "keys of a DeepSpeed file, passed through"),
+    Support("planning", "bytes of weights, gradients, optimizer", "yes", "tests/distributed/test_model_bytes.py"),
+    Support("planning", "bytes that collectives of a layer move", "yes", "tests/distributed/test_traffic.py"),
+    Support("planning", "seconds on GPUs, buffers of a pass", "untested", "stated rates and upper bounds"),
+    Support("planning", "gate: trees not worth sharing run dense", "yes", "tests/parity/test_gate.py"),
     Support("precision", "float64, float32", "yes", "tests/parity/test_exact.py"),
     Support("precision", "bfloat16", "yes", "tests/parity/test_bfloat16.py"),
     Support("precision", "float16, float8", "no", "refused by name"),
@@ -109,6 +114,33 @@ def support_table(rows: Sequence[Support] = SUPPORT) -> str:
     return "\n".join(lines)
 
 
+def plan_table(path: Path = ROOT / "configs" / "plans" / "qwen3_8b_8xh20_2m.json") -> str:
+    """A plan that `tools/plan_memory.py --json` wrote, as Markdown."""
+    plan = json.loads(path.read_text(encoding="utf-8"))
+    winner = plan["winner"]
+    (stage,) = winner["bytes"]
+    sizes = {**stage["device"], "device, in all": stage["peak"], "host": stage["host"]}
+    lines = ["| bytes per rank | GiB |", "|---|---|"]
+    lines += [f"| {kind} | {size / 2**30:.1f} |" for kind, size in sizes.items() if size >= 2**26]
+    seconds, config = winner["seconds"], winner["config"]
+    phases = seconds["phases"]
+    total = {kind: sum(v for name, v in parts.items() if name != "hidden_copies") for kind, parts in phases.items()}
+    lines += ["", "| seconds | in all | attention | linear layers | copies of state, hidden |", "|---|---|---|---|---|"]
+    for kind, parts in phases.items():
+        shown = (total[kind], parts["attention"], parts["linear"], parts["hidden_copies"])
+        lines.append(f"| {kind} | " + " | ".join(f"{value:,.0f}" for value in shown) + " |")
+    parallel, assumed = config["parallel"], ", ".join(f"{name} {value:g}" for name, value in plan["assumed"].items())
+    mesh = ", ".join(f"{axis} {parallel[axis]}" for axis in ("tp", "cp", "pp", "dp"))
+    kept = ", ".join(f"{kind} on the {place}" for kind, place in winner["placement"].items())
+    lines += [
+        "",
+        f"One step: {seconds['total']:,.0f} s. Layout: {mesh}, {parallel.get('cp_mode', 'pass_q')}, "
+        f"ZeRO {config['zero']['stage']}, chunks of {config['branch']['chunk_tokens']:,} tokens; {kept}. "
+        f"Assumed: {assumed}.",
+    ]
+    return "\n".join(lines)
+
+
 def fill(text: str, name: str, table: str) -> str:
     """Replace what stands between the markers of a table.
 
@@ -132,7 +164,13 @@ def main(arguments: list[str]) -> int:
     old = readme.read_text(encoding="utf-8")
     try:
         new = old
-        for name, table in (("config", config_table()), ("metrics", metrics_table()), ("support", support_table())):
+        tables = {
+            "config": config_table(),
+            "metrics": metrics_table(),
+            "support": support_table(),
+            "plan": plan_table(),
+        }
+        for name, table in tables.items():
             new = fill(new, name, table)
     except ValueError as error:
         print(error, file=sys.stderr)

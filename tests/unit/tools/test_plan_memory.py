@@ -17,6 +17,7 @@ from megatron_branch.rollouts.synthetic import SyntheticSpec, synthetic_rollouts
 from tests.tiny import write_tiny_model
 from tools.plan_memory import main, read_model
 
+ROOT = Path(__file__).parents[3]
 STEP = ["--prompt", "20000", "--response", "500", "--rollouts", "4"]
 # As the models' authors publish them, in billions of parameters.
 PUBLISHED = {
@@ -102,7 +103,25 @@ def test_the_printed_configuration_goes_through_a_dry_run(tmp_path: Path, capsys
     assert "state on the fullest rank" in capsys.readouterr().out
 
 
+def test_the_plan_of_the_readme_is_what_the_planner_finds(tmp_path: Path) -> None:
+    """The layout that was found, looked at again: the search itself takes a minute."""
+    kept = json.loads((ROOT / "configs" / "plans" / "qwen3_8b_8xh20_2m.json").read_text())["winner"]
+    config = kept["config"]
+    fixed = [f"{key}={value}" for section in ("parallel", "zero") for key, value in _dotted(section, config[section])]
+    fixed += [f"{key}={json.dumps(value)}" for key, value in _dotted("branch", config["branch"])]
+    shape = ["--prompt", "2088960", "--response", "8192", "--rollouts", "8"]
+    again = planned(
+        tmp_path, "--model", "qwen3_8b", "--hardware", "8xH20", *shape, *fixed, "branch.activations=recompute"
+    )
+    for part in ("bytes", "placement", "seconds"):
+        assert again["winner"][part] == kept[part]
+
+
+def _dotted(section: str, values: dict[str, Any]) -> list[tuple[str, Any]]:
+    return [(f"{section}.{key}", value) for key, value in values.items()]
+
+
 def test_help_says_what_goes_in_and_out() -> None:
     command = [sys.executable, "tools/plan_memory.py", "--help"]
-    shown = subprocess.run(command, capture_output=True, text=True, check=True, cwd=Path(__file__).parents[3]).stdout
+    shown = subprocess.run(command, capture_output=True, text=True, check=True, cwd=ROOT).stdout
     assert "Inputs:" in shown and "Outputs:" in shown
