@@ -1,7 +1,8 @@
 """Write the generated tables of the README: configuration keys, metrics, what is supported, a plan.
 
 Inputs: the declarations in the package, the support table below and the plan in configs/plans. Outputs: the README,
-each table between its markers `<!-- begin NAME -->` and `<!-- end NAME -->`. With --check nothing is written and a stale table is an error (exit 1).
+each table between its markers `<!-- begin NAME -->` and `<!-- end NAME -->`. With --check nothing is written and a
+stale table is an error (exit 1).
 """
 
 from __future__ import annotations
