@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from megatron_branch.config import Config
 from megatron_branch.engine.checked import check_run
+from megatron_branch.engine.estimate import held_by_model
 from megatron_branch.engine.outlook import fullest_rank, outlook
 from megatron_branch.engine.sizes import stage_sizes
+from megatron_branch.engine.tensor_layout import stage_elements
 from megatron_branch.plan.build import make_plan
 from megatron_branch.plan.gate import gate_trees
 from megatron_branch.plan.limits import Layout
@@ -58,6 +60,13 @@ def dry_run(config: Config, *, world_size: int | None) -> str:
     )
     if plan.dense_trees:
         lines.append(f"trees whose rollouts run alone, because sharing would not pay: {plan.dense_trees}")
+    shards = stage_elements(checked.arch, tp=sizes.tp, pp=sizes.pp)
+    held = max(
+        (held_by_model(config, shard, ranks=dp * sizes.cp, zero=config.zero.stage) for shard in shards),
+        key=lambda model: model.in_passes,
+    )
+    kinds = {"weights": held.weights, "gradients": held.gradients, "optimizer": held.optimizer}
+    lines.append("model on the fullest rank: " + ", ".join(f"{k} {bytes_text(size)}" for k, size in kinds.items()))
     fullest = fullest_rank(config, checked.arch, plan, device=PLANNED)
     by_kind, by_place = (
         ", ".join(f"{name} {bytes_text(size)}" for name, size in peaks.items())

@@ -81,6 +81,13 @@ class StepSeconds:
         return self.simulation.makespan + self.update
 
 
+def held_by_model(config: Config, elements: Sequence[int], *, ranks: int, zero: int) -> ModelBytes:
+    """Bytes of a shard with these parameters, which `ranks` ranks hold, under the configuration's optimizer."""
+    optimizer = config.optimizer
+    moments = (1 if optimizer.momentum else 0) if optimizer.name == "sgd" else ADAM_MOMENTS
+    return model_bytes(elements, HostShape(zero, ranks, DTYPE_BYTES[config.model.dtype], moments))
+
+
 @dataclass(frozen=True)
 class BusiestRank:
     """The data-parallel rank of a plan with the most work.
@@ -172,11 +179,7 @@ class Estimate:
         return replace(known, update=self._update_seconds(known.busiest, hardware, assumed, zero))
 
     def _model(self, stage: int, zero: int) -> ModelBytes:
-        optimizer = self.config.optimizer
-        moments = (1 if optimizer.momentum else 0) if optimizer.name == "sgd" else ADAM_MOMENTS
-        each_pass = self.config.zero.reduce == "pass"
-        host = HostShape(zero, self.replicas, self.split.dtype_bytes, moments, each_pass=each_pass)
-        return model_bytes(self._elements[stage], host)
+        return held_by_model(self.config, self._elements[stage], ranks=self.replicas, zero=zero)
 
     def _pass_bytes(self, stage: int) -> RankBytes:
         """Of state and passes."""
