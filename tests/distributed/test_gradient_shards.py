@@ -95,18 +95,23 @@ def watched_step(worker: Worker, rollouts: Sequence[Rollout]) -> Seen:
     return seen
 
 
-def steps_of_all(cases: Sequence[Case], rollouts: Sequence[Rollout]) -> list[tuple[Numbers, Seen]]:
-    """Per case: the dense step, and the case's with reduction in every pass."""
-    results = []
-    for case in cases:
-        dense = replace(case, gradient="dense", chunk_tokens=None, activations="recompute", recompute_layers=False)
-        results.append((compute(dense, rollouts), in_layout(case, lambda worker: watched_step(worker, rollouts))))
-    return results
+def steps_of_all(cases: Sequence[Case], rollouts: Sequence[Rollout]) -> list[Seen]:
+    return [in_layout(case, lambda worker: watched_step(worker, rollouts)) for case in cases]
+
+
+def dense_step(model: Path, rollouts: Sequence[Rollout]) -> Numbers:
+    """The truth: one rank, every rollout alone, one reduction."""
+    return run_ranks(1, compute, Case(model, gradient="dense"), rollouts)[0]
 
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_tiny_model(tmp_path_factory.mktemp("models") / "qwen3", "qwen3", tied=True)
+
+
+@pytest.fixture(scope="module")
+def dense(model: Path) -> Numbers:
+    return dense_step(model, STEP)
 
 
 def cases_of(name: str, model: Path) -> list[Case]:
@@ -122,15 +127,14 @@ def cases_of(name: str, model: Path) -> list[Case]:
 
 
 @pytest.mark.parametrize("name", ["dp", "cp", "tp dp", "cp pp"])
-def test_a_step_is_the_dense_one(model: Path, name: str) -> None:
+def test_a_step_is_the_dense_one(model: Path, dense: Numbers, name: str) -> None:
     """In float64; on every rank the same parameters in the same order in every pass, and one whole gradient at most."""
     cases = cases_of(name, model)
     by_rank = run_ranks(cases[0].world, steps_of_all, cases, STEP, timeout_s=200)
     for place, case in enumerate(cases):
-        dense = by_rank[0][place][0]
-        assert_same(case, by_rank[0][place][1].numbers, dense, FLOAT64)
+        assert_same(case, by_rank[0][place].numbers, dense, FLOAT64)
         tp, cp, _, dp = case.layout
-        every = [results[place][1] for results in by_rank]
+        every = [results[place] for results in by_rank]
         for seen in every:
             assert seen.part_bytes == sum(8 * -(-count // (cp * dp)) for count in seen.elements.values())
             assert seen.most_whole_bytes == 8 * max(seen.elements.values())
@@ -145,11 +149,11 @@ def test_a_rank_without_work_reduces_the_same_parameters(model: Path) -> None:
     one = [rollout for rollout in STEP if rollout.group_id == STEP[0].group_id]
     case = Case(model, (1, 1, 1, 3), chunk_tokens=16)
     working, idle, _ = (results[0] for results in run_ranks(3, steps_of_all, [case], one, timeout_s=120))
-    assert_same(case, working[1].numbers, working[0], FLOAT64)
-    assert {kind for kind, _ in idle[1].passes} == {"idle"}
-    assert [names for _, names in idle[1].passes] == [names for _, names in working[1].passes]
-    backward = [names for kind, names in working[1].passes if kind != "capture"]
-    assert all(sorted(names) == sorted(working[1].elements) for names in backward)
+    assert_same(case, working.numbers, dense_step(model, one), FLOAT64)
+    assert {kind for kind, _ in idle.passes} == {"idle"}
+    assert [names for _, names in idle.passes] == [names for _, names in working.passes]
+    backward = [names for kind, names in working.passes if kind != "capture"]
+    assert all(sorted(names) == sorted(working.elements) for names in backward)
 
 
 def other_order(case: Case, rollouts: Sequence[Rollout]) -> None:
