@@ -17,7 +17,11 @@ FOLDERS = ("rollouts", "tree", "plan", "schedule", "state", "attention", "object
 TORCH_FREE = ("rollouts", "tree", "plan", "schedule", "tracking")
 RUNNER = ("schedule/runner.py", "schedule/link.py")  # the part of the schedule that touches tensors
 TENSOR_LIBRARIES = {"torch", "megatron", "deepspeed", "transformers"}
-OWNERS = {"megatron": ("engine/",), "deepspeed": ("engine/",), "wandb": ("tracking/wandb_sink.py",)}
+OWNERS = {
+    "megatron": ("engine/", "launch/megatron_loop.py"),
+    "deepspeed": ("engine/",),
+    "wandb": ("tracking/wandb_sink.py",),
+}
 TOP_LEVEL = {
     ".ci",
     ".gitignore",

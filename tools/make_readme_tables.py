@@ -62,6 +62,11 @@ SUPPORT: tuple[Support, ...] = (
     Support("parallel", "cp (Ulysses, alone or inside pass-Q), with tp, pp, dp", "yes", "tests/parity/test_ulysses.py"),
     Support("parallel", "sequence parallel (Megatron's)", "yes", "tests/parity/test_sequence_parallel.py"),
     Support("parallel", "expert parallel, interleaved stages", "no", "no such keys"),
+    Support(
+        "Megatron loop", "its model, DDP, finalising, plain optimizer", "yes", "tests/parity/test_megatron_loop.py"
+    ),
+    Support("Megatron loop", "Transformer Engine, distributed optimizer, clipping", "untested", "need a GPU"),
+    Support("Megatron loop", "recomputation, FSDP, CUDA graphs, other RoPE than plain", "no", "refused by name"),
     Support("ZeRO", "stages 0, 1, 2 in any layout; stage 3 with pp = 1", "yes", "tests/distributed/test_training.py"),
     Support("ZeRO", "stage 3 with pp > 1", "no", "refused before weights load"),
     Support("ZeRO", "reduction in every pass: dp, cp, tp; cp, tp, pp", "yes", "tests/distributed/test_training.py"),

@@ -21,7 +21,8 @@ from megatron_branch.engine.forward_step import total
 from megatron_branch.engine.groups import build_groups
 from megatron_branch.engine.model_config import DTYPES
 from megatron_branch.engine.plain import PlainHost
-from megatron_branch.engine.worker import PlannedStep, Reports, Worker
+from megatron_branch.engine.planner import PlannedStep
+from megatron_branch.engine.worker import Reports, Worker
 from megatron_branch.objective.reduce import reduce_losses
 from megatron_branch.rollouts.reader import read_rollouts
 

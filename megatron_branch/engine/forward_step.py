@@ -9,17 +9,17 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from megatron_branch.engine.spec import BranchParams
+from megatron_branch.engine.pass_batch import PassBatch
 from megatron_branch.objective.config import ObjectiveConfig
 from megatron_branch.objective.logprobs import TokenScores
-from megatron_branch.objective.losses import LossSums, token_loss
-from megatron_branch.schedule.runner import PassInput
+from megatron_branch.objective.losses import LossSums, LossTable, token_loss
 
 
 @dataclass(frozen=True)
 class PassReport:
-    """What a pass with loss tells: its sums, and the log-prob of each row of this rank `[n]`, detached."""
+    """What a pass with loss tells: its unit, its sums, and the log-prob of each row of this rank `[n]`, detached."""
 
+    unit: int
     sums: LossSums
     logp: Tensor
 
@@ -33,20 +33,25 @@ class BranchForwardStep:
 
     objective: ObjectiveConfig = field(default_factory=ObjectiveConfig)
 
-    def __call__(self, data_iterator: Iterator[PassInput], model: nn.Module) -> tuple[Any, Any]:
+    def __call__(self, data_iterator: Iterator[PassBatch], model: nn.Module) -> tuple[Any, Any]:
         """Megatron's signature: the output of `model` and a function of that output that returns (loss, report)."""
-        current = next(data_iterator)
-        tensors = current.tensors
-        params = BranchParams(qkv_format="sbhd", unit=current.descriptor)
-        output = model(tensors.input_ids, tensors.positions[None], None, packed_seq_params=params)
+        batch = next(data_iterator)
+        output = model(batch["tokens"], batch["position_ids"], None, packed_seq_params=batch["packed_seq_params"])
+        table = LossTable(
+            entry_row=batch["entry_row"],
+            weight_E=batch["weight"],
+            advantage_E=batch["advantage"],
+            old_logp_E=batch["old_logprobs"],
+            ref_logp_E=batch["ref_logprobs"],
+        )
 
         def loss_function(scores: tuple[Tensor, Tensor | None]) -> tuple[Tensor, PassReport]:
-            loss, sums = token_loss(TokenScores(*scores), tensors.table, self.objective)
-            return loss, PassReport(sums, scores[0].detach())
+            loss, sums = token_loss(TokenScores(*scores), table, self.objective)
+            return loss, PassReport(batch["unit"], sums, scores[0].detach())
 
         return output, loss_function
 
 
-def total(reports: list[tuple[int, PassReport]], device: torch.device) -> LossSums:
+def total(reports: list[PassReport], device: torch.device) -> LossSums:
     """Sums over the passes of this rank."""
-    return sum((report.sums for _, report in reports), start=LossSums.zero(device))
+    return sum((report.sums for report in reports), start=LossSums.zero(device))

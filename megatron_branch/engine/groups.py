@@ -92,17 +92,27 @@ def build_groups(*, dp: int, cp: int, tp: int, pp: int, ulysses: int = 1) -> Gro
         ulysses: size of the Ulysses groups, a divisor of cp.
     """
     assert dp * cp * tp * pp == dist.get_world_size(), "see checked.check_world_size"
-    assert cp % ulysses == 0, "see ParallelConfig"
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=tp,
         pipeline_model_parallel_size=pp,
         context_parallel_size=cp,
         create_gloo_process_groups=False,
     )
+    return megatron_groups(ulysses=ulysses)
+
+
+def megatron_groups(*, ulysses: int = 1) -> Groups:
+    """The groups that Megatron has made already (collective where `ulysses` needs groups of its own).
+
+    Args:
+        ulysses: size of the Ulysses groups, a divisor of cp.
+    """
+    pp = parallel_state.get_pipeline_model_parallel_world_size()
     ends = None
     if pp > 1 and (parallel_state.is_pipeline_first_stage() or parallel_state.is_pipeline_last_stage()):
         ends = _axis(parallel_state.get_embedding_group())
     context = _axis(parallel_state.get_context_parallel_group())
+    assert context.size % ulysses == 0, "see ParallelConfig"
     return Groups(
         dp=_axis(parallel_state.get_data_parallel_group()),
         cp=context,
@@ -112,5 +122,5 @@ def build_groups(*, dp: int, cp: int, tp: int, pp: int, ulysses: int = 1) -> Gro
         model=_axis(parallel_state.get_model_parallel_group()),
         embedding=ends,
         ulysses=_part_of_cp(context, size=ulysses, stride=1),
-        pass_q=_part_of_cp(context, size=cp // ulysses, stride=ulysses),
+        pass_q=_part_of_cp(context, size=context.size // ulysses, stride=ulysses),
     )

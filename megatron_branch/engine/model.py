@@ -10,10 +10,11 @@ from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 from torch import Tensor, nn
 
+from megatron_branch.engine.adopt import adopt
 from megatron_branch.engine.architecture import Architecture, stage_layers
 from megatron_branch.engine.groups import Groups
 from megatron_branch.engine.model_config import transformer_config
-from megatron_branch.engine.rope import PositionRope
+from megatron_branch.engine.rope import inverse_frequencies
 from megatron_branch.engine.spec import BranchParams, branch_block_spec
 from megatron_branch.engine.tensor_layout import model_entries
 from megatron_branch.objective.logprobs import HeadSettings, token_scores
@@ -35,16 +36,17 @@ class LogProbHead(nn.Module):
 class BranchGPTModel(GPTModel):
     """GPTModel whose last stage returns `(logp [n], entropy [n] or None)` at the pass's head rows.
 
-    It returns the hidden states `[t, 1, hidden]` on other stages, and where the pass has no head rows; with sequence
-    parallelism this rank's share of them.
+    It returns the hidden states `[t, 1, hidden]` on other stages, and of a pass without loss; with sequence parallelism
+    this rank's share of them.
     """
 
     head: LogProbHead
 
     def _postprocess(self, hidden_states: Tensor, *args: Any, packed_seq_params: BranchParams, **kwargs: Any) -> Any:
-        rows = packed_seq_params.pass_descriptor.head
-        if not self.post_process or rows is None:
+        if not self.post_process:
             return hidden_states
+        rows = packed_seq_params.pass_descriptor.head
+        assert rows is not None, "a pass without loss has no postprocessing"
         weight = self.output_layer.weight
         if self.share_embeddings_and_output_weights:
             weight = self.shared_embedding_or_output_weight()
@@ -85,7 +87,8 @@ def build_model(
         position_embedding_type="rope",
         share_embeddings_and_output_weights=arch.tied,
     )
-    model.rotary_pos_emb = PositionRope(arch.rope, arch.head_dim)
+    model.rotary_pos_emb.inv_freq = inverse_frequencies(arch.rope, arch.head_dim)[0]
+    adopt(model)
     model.head = LogProbHead(head, groups.tp.group if groups.tp.size > 1 else None)
     model = model.to(device=device, dtype=dtype)
     _mark(model, arch, groups)

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import resource
+import socket
 from collections.abc import Sequence
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
 
 from megatron_branch.config import Config
 from megatron_branch.engine.architecture import Architecture
@@ -15,6 +17,7 @@ from megatron_branch.engine.sizes import stage_sizes
 from megatron_branch.plan.build import make_plan
 from megatron_branch.plan.limits import Layout
 from megatron_branch.rollouts.record import Rollout
+from megatron_branch.state.config import StateConfig
 from megatron_branch.state.copies import HostMemory
 from megatron_branch.state.files import free_bytes
 from megatron_branch.tracking.console import bytes_text
@@ -36,6 +39,18 @@ def host_room(meminfo: Path = MEMINFO, cgroups: Path = CGROUPS) -> int:
         if most is not None and now is not None:
             room = min(room, max(most - now, 0))
     return room
+
+
+def room_of_each_rank(config: StateConfig) -> int | None:
+    """What a rank may take of the host's memory, an equal share (collective); None where no choice depends on it.
+
+    Only `auto` with files chooses by it; other placements are checked before the run.
+    """
+    if config.placement != "auto" or config.nvme_path is None:
+        return None
+    hosts: list[str | None] = [None] * dist.get_world_size()
+    dist.all_gather_object(hosts, socket.gethostname())
+    return host_room() // hosts.count(socket.gethostname())
 
 
 def check_room(

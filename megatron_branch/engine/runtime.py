@@ -11,11 +11,12 @@ import torch.distributed as dist
 
 from megatron_branch.attention.kernel import Kernel
 from megatron_branch.engine.groups import Groups
-from megatron_branch.engine.step_batch import StepBatch
 from megatron_branch.plan.activations import ActivationSizes
 from megatron_branch.schedule.actions import Action
 from megatron_branch.schedule.link import Link
 from megatron_branch.schedule.runner import ForwardStep, Runner, Timers
+from megatron_branch.state.config import StateConfig
+from megatron_branch.state.partition import Replicas
 from megatron_branch.state.store import StateStore
 
 
@@ -57,13 +58,10 @@ class Runtime:
         )
 
 
-@dataclass(frozen=True, eq=False)
-class BranchStep:
-    """What a data iterator yields for a step that shares prefixes: this rank's batch, its order, and the runtime."""
-
-    batch: StepBatch
-    order: tuple[Action, ...]
-    runtime: Runtime
+def build_store(groups: Groups, config: StateConfig, *, device: torch.device, sequence_parallel: bool) -> StateStore:
+    """The store of a rank; stage inputs that tensor-parallel ranks share are kept once."""
+    replicas = None if sequence_parallel else Replicas(groups.tp.group, groups.tp.size, groups.tp.rank)
+    return StateStore(device, nvme_path=config.nvme_path, replicas=replicas)
 
 
 def build_link(groups: Groups, *, dtype: torch.dtype, device: torch.device, hidden: int) -> Link:

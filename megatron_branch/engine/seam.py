@@ -7,13 +7,16 @@ prefixes (a `BranchStep`) is run by the branch schedule; anything else goes to M
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from itertools import chain
 from typing import Any
 
 from megatron.core.pipeline_parallel import get_forward_backward_func as megatron_forward_backward_func
 from torch import Tensor, nn
 
-from megatron_branch.engine.runtime import BranchStep
+from megatron_branch.engine.megatron_host import MegatronHost
+from megatron_branch.engine.pass_batch import pass_batch
+from megatron_branch.engine.planner import BranchStep
 from megatron_branch.schedule.runner import PassInput
 
 
@@ -45,12 +48,19 @@ def get_forward_backward_func(pp_size: int | None = None, vp_size: int | None = 
         count, the sequence length and what shapes communication are not read.
 
         Returns:
-            For a `BranchStep`, on the last stage, `(unit index, report of the loss function)` per pass with loss.
+            As Megatron's; for a `BranchStep`, on the last stage, the report of the loss function of each pass with
+            loss.
+
+        Raises:
+            ValueError: what is asked for is not supported for a `BranchStep`.
         """
         step, data_iterator = _peek(data_iterator)
         if isinstance(step, BranchStep):
-            stage = model[0] if isinstance(model, list) else model
-            return _run_branch(step, forward_step_func, stage, forward_only=forward_only)
+            if collect_non_loss_data:
+                raise ValueError("collect_non_loss_data=True is not supported for a BranchStep; use forward_only")
+            stage = _only_stage(model)
+            host = MegatronHost(stage, pg_collection=pg_collection, force_all_reduce=force_all_reduce)
+            return _run_branch(step, forward_step_func, host, stage, forward_only=forward_only)
         options = {} if pp_size is None and vp_size is None else {"pp_size": pp_size, "vp_size": vp_size}
         return megatron_forward_backward_func(**options)(
             forward_step_func=forward_step_func,
@@ -73,7 +83,10 @@ def get_forward_backward_func(pp_size: int | None = None, vp_size: int | None = 
 
 
 def _peek(data_iterator: Any) -> tuple[Any, Any]:
-    """The next item and an iterator that still yields it; lists (interleaved stages) and None are Megatron's alone."""
+    """The next item and an iterator that still yields it; of a list, the first one's."""
+    if isinstance(data_iterator, list) and data_iterator:
+        item, first = _peek(data_iterator[0])
+        return item, [first, *data_iterator[1:]]
     if not isinstance(data_iterator, Iterator):
         return None, data_iterator
     for item in data_iterator:
@@ -81,12 +94,31 @@ def _peek(data_iterator: Any) -> tuple[Any, Any]:
     return None, data_iterator
 
 
-def _run_branch(
-    step: BranchStep, forward_step_func: Callable[..., Any], model: nn.Module, *, forward_only: bool
-) -> list[Any]:
-    def forward_step(current: PassInput, stage_input: Tensor | None) -> tuple[Any, Any]:
-        model.set_input_tensor(stage_input)
-        return forward_step_func(iter((current,)), model)
+def _only_stage(model: nn.Module | list[nn.Module]) -> nn.Module:
+    if not isinstance(model, list):
+        return model
+    if len(model) > 1:
+        raise ValueError(
+            f"a BranchStep with {len(model)} model chunks: interleaved stages are not supported for trees of rollouts; "
+            "unset virtual_pipeline_model_parallel_size"
+        )
+    return model[0]
 
-    runner = step.runtime.runner(forward_step, recompute_layers=step.batch.plan.recompute_layers)
-    return runner.run(step.order, step.batch, forward_only=forward_only)
+
+def _run_branch(
+    step: BranchStep, forward_step_func: Callable[..., Any], host: MegatronHost, model: nn.Module, *, forward_only: bool
+) -> list[Any]:
+    last = step.runtime.groups.last_stage
+
+    def forward_step(current: PassInput, stage_input: Tensor | None) -> tuple[Any, Any]:
+        host.set_input(stage_input)
+        with host.without_logits() if last and current.descriptor.head is None else nullcontext():
+            output, loss_function = forward_step_func(iter((pass_batch(current),)), model)
+        return output, host.final(loss_function)
+
+    planned = step.planned
+    step.runtime.store.place(planned.placement)
+    runner = step.runtime.runner(forward_step, recompute_layers=planned.plan.recompute_layers)
+    with host.step(forward_only=forward_only):
+        order = planned.scoring if forward_only else planned.order
+        return runner.run(order, planned.batch, forward_only=forward_only)

@@ -24,7 +24,8 @@ from megatron_branch.engine.groups import Groups
 from megatron_branch.engine.hf_export import export_tensors
 from megatron_branch.engine.model_config import DTYPES
 from megatron_branch.engine.outlook import Outlook, fullest_rank, outlook
-from megatron_branch.engine.worker import PlannedStep, Reports, Worker
+from megatron_branch.engine.planner import PlannedStep
+from megatron_branch.engine.worker import Reports, Worker
 from megatron_branch.objective.reduce import actor_metrics, reduce_losses, rollout_metrics
 from megatron_branch.rollouts.record import Rollout
 from megatron_branch.schedule.actions import Action

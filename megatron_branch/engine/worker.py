@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import socket
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -18,57 +16,17 @@ from megatron_branch.engine.forward_step import BranchForwardStep, PassReport
 from megatron_branch.engine.groups import Groups
 from megatron_branch.engine.model import BranchGPTModel, build_model
 from megatron_branch.engine.model_config import DTYPES
-from megatron_branch.engine.room import host_room
-from megatron_branch.engine.runtime import BranchStep, Runtime, build_link
+from megatron_branch.engine.planner import BranchStep, PlannedStep, Planner
+from megatron_branch.engine.room import room_of_each_rank
+from megatron_branch.engine.runtime import Runtime, build_link, build_store
 from megatron_branch.engine.seam import get_forward_backward_func
 from megatron_branch.engine.sizes import stage_sizes
-from megatron_branch.engine.step_batch import StepBatch
-from megatron_branch.objective.advantages import advantages
 from megatron_branch.objective.logprobs import HeadSettings
-from megatron_branch.plan.build import make_plan
-from megatron_branch.plan.gate import gate_trees
-from megatron_branch.plan.limits import BranchConfig, Layout
-from megatron_branch.plan.plan import Plan, Unit
-from megatron_branch.plan.serial import digest
+from megatron_branch.plan.limits import BranchConfig
 from megatron_branch.rollouts.record import Rollout
-from megatron_branch.schedule.actions import Action
-from megatron_branch.schedule.orders import depth_first, match_passes, scoring_orders, training_orders
 from megatron_branch.schedule.runner import Timers
-from megatron_branch.state.choose import choose_placement
-from megatron_branch.state.partition import Replicas
-from megatron_branch.state.placement import Placement
-from megatron_branch.state.predict import Seat
-from megatron_branch.state.store import StateStore
-from megatron_branch.tree.build import build_trees
-from megatron_branch.tree.node import Tree
 
-Reports = list[tuple[int, PassReport]]
-
-
-@dataclass(frozen=True, eq=False)
-class PlannedStep:
-    """A step before it runs.
-
-    Attributes:
-        rollouts, trees, plan: the whole step, the same on every rank.
-        batch: this rank's tensors.
-        order: this rank's training order.
-        scoring: this rank's order of a scoring pass.
-        placement: where this rank keeps state.
-    """
-
-    rollouts: Sequence[Rollout]
-    trees: tuple[Tree, ...]
-    plan: Plan
-    batch: StepBatch
-    order: tuple[Action, ...]
-    scoring: tuple[Action, ...]
-    placement: Placement
-
-    @property
-    def units(self) -> tuple[Unit, ...]:
-        """The units of this data-parallel rank."""
-        return self.batch.units
+Reports = list[PassReport]
 
 
 class Worker:
@@ -108,23 +66,23 @@ class Worker:
             groups=groups,
             kernel=select_kernel(config.attention.backend, device=device, dtype=dtype),
             link=build_link(groups, dtype=dtype, device=device, hidden=self.arch.hidden),
-            store=StateStore(
-                device,
-                nvme_path=config.state.nvme_path,
-                replicas=None
-                if config.parallel.sequence_parallel
-                else Replicas(groups.tp.group, groups.tp.size, groups.tp.rank),
-            ),
+            store=build_store(groups, config.state, device=device, sequence_parallel=config.parallel.sequence_parallel),
             timers=timers,
             activations=self.sizes[groups.pp.rank].activations,
         )
-        # Only `auto` with files asks; others are checked before the run.
-        self.host_room_bytes: int | None = None
-        if config.state.placement == "auto" and config.state.nvme_path is not None:
-            hosts: list[str | None] = [None] * dist.get_world_size()
-            dist.all_gather_object(hosts, socket.gethostname())
-            self.host_room_bytes = host_room() // hosts.count(socket.gethostname())
-        self.matched = config.zero.matched(groups.dp.size)
+        self.host_room_bytes = room_of_each_rank(config.state)
+        self.planner = Planner(
+            runtime=self.runtime,
+            shape=self.arch.shape(),
+            sizes=self.sizes,
+            branch=config.branch,
+            objective=config.objective,
+            state=config.state,
+            ulysses=config.parallel.ulysses,
+            sequence_parallel=config.parallel.sequence_ranks,
+            matched=config.zero.matched(groups.dp.size),
+            host_room_bytes=self.host_room_bytes,
+        )
 
     def plan(self, rollouts: Sequence[Rollout], *, branch: BranchConfig | None = None) -> PlannedStep:
         """Plan a step (collective: a digest of the plan is compared over all ranks).
@@ -138,48 +96,7 @@ class Worker:
             RuntimeError: ranks planned different steps.
         """
         check_reference(list(rollouts), self.config)
-        branch = branch or self.config.branch
-        with self.timers("tree"):
-            trees = build_trees(rollouts, share=branch.gradient != "dense")
-        with self.timers("plan"):
-            sizes = self.groups
-            layout = Layout(sizes.dp.size, sizes.cp.size, sizes.pp.size, self.matched)
-            shape, retained = self.arch.shape(), [stage.activations for stage in self.sizes]
-            trees = gate_trees(trees, rollouts, config=branch, layout=layout, shape=shape, sizes=retained)
-            plan = make_plan(
-                trees,
-                rollouts,
-                config=branch,
-                layout=layout,
-                aggregation=self.config.objective.aggregation,
-                shape=shape,
-                sizes=retained,
-            )
-            _same_on_all_ranks(digest(plan, rollouts), self.device)
-            batch = StepBatch(
-                plan=plan,
-                trees=trees,
-                rollouts=rollouts,
-                advantages=advantages(rollouts, estimator=self.config.objective.advantage),
-                dp_rank=sizes.dp.rank,
-                cp=sizes.cp.size,
-                cp_rank=sizes.cp.rank,
-                device=self.device,
-                ulysses=self.config.parallel.ulysses,
-                sequence_parallel=self.config.parallel.sequence_ranks,
-                old_logprobs=self.config.objective.old_logprobs,
-                head_always=self.matched,
-            )
-            order, scoring = self._orders(plan)
-            placement = choose_placement(
-                self.config.state,
-                order,
-                batch.units,
-                self.sizes[sizes.pp.rank],
-                seat=Seat(sizes.cp.size, sizes.cp.rank, sizes.tp.rank, self.config.parallel.ulysses),
-                host_room_bytes=self.host_room_bytes,
-            )
-        return PlannedStep(rollouts, trees, plan, batch, order, scoring, placement)
+        return self.planner.plan(rollouts, branch=branch)
 
     def score(self, step: PlannedStep, *, keep: bool = True) -> Reports:
         """Log-probs of every trained token under the current weights, by the same passes as training.
@@ -187,24 +104,22 @@ class Worker:
         Args:
             keep: make them the old log-probs of the step.
         """
-        reports = self._run(step, step.scoring, forward_only=True)
+        reports = self._run(step, forward_only=True)
         if keep:
-            for unit, report in reports:
-                row = torch.from_numpy(step.batch.entries(unit).row).to(self.device)
-                step.batch.scored[unit] = report.logp.double()[row]
+            for report in reports:
+                row = torch.from_numpy(step.batch.entries(report.unit).row).to(self.device)
+                step.batch.scored[report.unit] = report.logp.double()[row]
         return reports
 
     def run(self, step: PlannedStep) -> Reports:
         """Forward and backward of the whole step; gradients accumulate in the parameters."""
-        return self._run(step, step.order, forward_only=False)
+        return self._run(step, forward_only=False)
 
-    def _run(self, step: PlannedStep, order: tuple[Action, ...], *, forward_only: bool) -> Reports:
-        self.runtime.store.place(step.placement)
-        branch_step = BranchStep(step.batch, order, self.runtime)
+    def _run(self, step: PlannedStep, *, forward_only: bool) -> Reports:
         longest = max((unit.tokens for unit in step.units), default=1)
         return get_forward_backward_func()(
             forward_step_func=BranchForwardStep(self.config.objective),
-            data_iterator=iter((branch_step,)),
+            data_iterator=iter((BranchStep(step, self.runtime),)),
             model=[self.model],
             num_microbatches=max(len(step.units), 1),
             seq_length=longest,
@@ -212,22 +127,13 @@ class Worker:
             forward_only=forward_only,
         )
 
-    def _orders(self, plan: Plan) -> tuple[tuple[Action, ...], tuple[Action, ...]]:
-        mine, stages = self.groups.dp.rank, self.groups.pp.size
-        if self.matched:
-            training = match_passes([depth_first(rank.units) for rank in plan.ranks])
-            scoring = match_passes([scoring_orders(rank.units, 1)[0] for rank in plan.ranks])
-            return training[mine], scoring[mine]
-        units, stage = plan.ranks[mine].units, self.groups.pp.rank
-        return training_orders(plan, mine, stages)[stage], scoring_orders(units, stages)[stage]
-
     def logprobs(self, step: PlannedStep, reports: Reports) -> list[list[float]] | None:
         """Log-prob of every trained token per rollout, in token order, on global rank 0 (collective); None
         elsewhere.
         """
         parts: list[tuple[np.ndarray, np.ndarray, np.ndarray]] = []
-        for unit, report in reports if self.groups.tp.rank == 0 else ():
-            entries = step.batch.entries(unit)
+        for report in reports if self.groups.tp.rank == 0 else ():
+            entries = step.batch.entries(report.unit)
             parts.append((entries.rollout, entries.token, report.logp.double().cpu().numpy()[entries.row]))
         every: list[list[tuple[np.ndarray, np.ndarray, np.ndarray]]] | None = None
         if dist.get_rank() == 0:
@@ -242,15 +148,3 @@ class Worker:
                     assert t not in found[r], f"token {t} of rollout {r} was scored twice"
                     found[r][t] = v
         return [[row[token] for token in sorted(row)] for row in found]
-
-
-def _same_on_all_ranks(fingerprint: str, device: torch.device) -> None:
-    """Raise RuntimeError on every rank unless all of them pass the same hexadecimal digest (56 bits are compared)."""
-    number = int(fingerprint[:14], 16)
-    low = torch.tensor([number, -number], dtype=torch.int64, device=device)
-    dist.all_reduce(low, op=dist.ReduceOp.MIN)
-    if low[0].item() != -low[1].item():
-        raise RuntimeError(
-            "ranks planned different steps: they read different rollouts, configurations or versions; "
-            "give every host the same files"
-        )

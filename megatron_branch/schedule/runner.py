@@ -155,7 +155,7 @@ class Runner:
             forward_only: score: no backward, captures report too.
 
         Returns:
-            What the loss function reported for each pass with loss rows, `(unit index, report)`, on the last stage.
+            What the loss function reported for each pass whose head ran, on the last stage.
         """
         reports: list[Any] = []
         freed = releases(order, source.units)
@@ -226,7 +226,7 @@ class Runner:
                 page.keep_input(stage_input)
             with torch.no_grad():
                 output, loss_function = self.forward_step(PassInput(unit, tensors, descriptor), stage_input)
-                self._report(unit, tensors, output, loss_function, reports)
+                self._report(descriptor, output, loss_function, reports)
         if self.link.next is not None:
             self.link.send_forward(unit.index, output, one_way=forward_only)
 
@@ -235,7 +235,7 @@ class Runner:
         stage_input = self._differentiable(self.link.receive_forward(tensors.rows), not forward_only)
         with torch.set_grad_enabled(not forward_only):
             output, loss_function = self.forward_step(PassInput(unit, tensors, descriptor), stage_input)
-            loss = self._report(unit, tensors, output, loss_function, reports)
+            loss = self._report(descriptor, output, loss_function, reports)
         if self.link.next is not None:
             self.link.send_forward(unit.index, output, one_way=forward_only)
             if not forward_only:
@@ -285,7 +285,7 @@ class Runner:
         leaf = self._differentiable(stage_input, True)
         try:
             output, loss_function = self.forward_step(PassInput(unit, tensors, descriptor), leaf)
-            loss = self._report(unit, tensors, output, loss_function, reports)
+            loss = self._report(descriptor, output, loss_function, reports)
         finally:
             descriptor.roots = None  # the graph holds the descriptor, and through the roots would hold itself for ever
         return _Graph(leaf, roots, output if self.link.next is not None else None, loss), output
@@ -298,14 +298,15 @@ class Runner:
             if backward:
                 (loss_function(output)[0] * self.loss_scale).backward()
 
+    @staticmethod
     def _report(
-        self, unit: Unit, tensors: UnitTensors, output: Any, loss_function: LossFunction, reports: list[Any]
+        descriptor: PassDescriptor, output: Any, loss_function: LossFunction, reports: list[Any]
     ) -> Tensor | None:
-        """The loss of a pass on the last stage whose unit carries loss and whose head ran, else None."""
-        if self.link.next is not None or tensors.head is None or not isinstance(output, tuple):
+        """The loss of a pass whose head ran, else None."""
+        if descriptor.head is None:
             return None
         loss, report = loss_function(output)
-        reports.append((unit.index, report))
+        reports.append(report)
         return loss
 
     @staticmethod

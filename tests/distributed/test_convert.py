@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -69,7 +70,7 @@ def _built(case: Case) -> Iterator[tuple[Any, ...]]:
     from megatron_branch.engine.groups import build_groups
     from megatron_branch.engine.hf_source import open_source
     from megatron_branch.engine.model_config import transformer_config
-    from megatron_branch.engine.rope import PositionRope
+    from megatron_branch.engine.rope import PositionRope, inverse_frequencies
     from tests.worlds import leave_layout
 
     class DenseAttention(DotProductAttention):
@@ -96,7 +97,8 @@ def _built(case: Case) -> Iterator[tuple[Any, ...]]:
             position_embedding_type="rope",
             share_embeddings_and_output_weights=arch.tied,
         ).double()
-        model.rotary_pos_emb = PositionRope(arch.rope, arch.head_dim)
+        model.rotary_pos_emb.inv_freq = inverse_frequencies(arch.rope, arch.head_dim)[0]
+        model.rotary_pos_emb = PositionRope.of(model.rotary_pos_emb)
         with torch.no_grad():
             for parameter in model.parameters():
                 parameter.fill_(float("nan"))  # whatever loading leaves out, shows
@@ -116,11 +118,11 @@ def _stage_logits(model: Any, arch: Any, groups: Any) -> Any:
     """Logits `[T, padded vocab]` on the last stage (else None); hidden states travel by plain send and receive."""
     import torch
     import torch.distributed as dist
-    from megatron.core.packed_seq_params import PackedSeqParams
+
+    from megatron_branch.engine.spec import BranchParams
 
     positions = torch.tensor(POSITIONS)
-    params = PackedSeqParams(qkv_format="sbhd")
-    params.positions = positions
+    params = BranchParams(qkv_format="sbhd", unit=SimpleNamespace(positions=positions))
     mask = torch.triu(torch.ones(len(POSITIONS), len(POSITIONS), dtype=torch.bool), 1)[None, None]
     hidden = torch.empty(len(POSITIONS), 1, arch.hidden, dtype=torch.float64)
     with torch.no_grad():

@@ -80,7 +80,7 @@ class Seen:
 
 
 def watched_step(worker: Worker, rollouts: Sequence[Rollout]) -> Seen:
-    worker.matched = worker.groups.dp.size > 1  # see `ZeroConfig.matched`
+    worker.planner = replace(worker.planner, matched=worker.groups.dp.size > 1)  # see `ZeroConfig.matched`
     host = ShardHost(worker.model, worker.groups)
     seen = Seen(elements={name: p.numel() for name, p in worker.model.named_parameters()})
 
@@ -160,7 +160,7 @@ def other_order(case: Case, rollouts: Sequence[Rollout]) -> None:
     """One rank's record says something else."""
 
     def run(worker: Worker) -> None:
-        worker.matched = True
+        worker.planner = replace(worker.planner, matched=True)
         host = ShardHost(worker.model, worker.groups)
         step = worker.plan(rollouts)
         with host.accumulate():

@@ -20,7 +20,8 @@ from megatron_branch.engine.dump import untimed
 from megatron_branch.engine.forward_step import total
 from megatron_branch.engine.groups import build_groups
 from megatron_branch.engine.plain import PlainHost
-from megatron_branch.engine.worker import PlannedStep, Worker
+from megatron_branch.engine.planner import PlannedStep
+from megatron_branch.engine.worker import Worker
 from megatron_branch.objective.reduce import reduce_losses
 from megatron_branch.rollouts.record import Rollout
 from megatron_branch.state.bytes import ByteCount

@@ -20,8 +20,8 @@ from megatron_branch.attention.descriptor import PassDescriptor
 from megatron_branch.engine import gradients, step_batch
 from megatron_branch.engine.gradients import Gradients
 from megatron_branch.engine.groups import Groups
+from megatron_branch.engine.planner import Planner
 from megatron_branch.engine.step_batch import StepBatch
-from megatron_branch.engine.worker import Worker
 from megatron_branch.plan.plan import Unit
 from megatron_branch.rollouts.record import Rollout
 from megatron_branch.rollouts.synthetic import odd_rollouts
@@ -179,11 +179,11 @@ def _context(change: Callable[[tuple[Page, ...]], tuple[Page, ...]]) -> Iterator
 
 def replays_in_order_of_capture() -> AbstractContextManager[Any]:
     """A node's chunks are replayed first chunk first, before all its readers have run."""
-    original = Worker._orders
+    original = Planner._orders
 
-    def orders(self: Worker, plan: Any) -> Any:
+    def orders(self: Planner, plan: Any) -> Any:
         training, scoring = original(self, plan)
-        units = plan.ranks[self.groups.dp.rank].units
+        units = plan.ranks[self.runtime.groups.dp.rank].units
         order = list(training)
         places = [i for i, action in enumerate(order) if action.kind == "replay"]
         for first, second in zip(places, places[1:], strict=False):
@@ -193,7 +193,7 @@ def replays_in_order_of_capture() -> AbstractContextManager[Any]:
                 break
         return tuple(order), scoring
 
-    return patch.object(Worker, "_orders", orders)
+    return patch.object(Planner, "_orders", orders)
 
 
 def unsummed_head_norms() -> AbstractContextManager[Any]:

@@ -118,7 +118,7 @@ def late_copies(case: Case, rollouts: Sequence[Rollout], files: Path) -> tuple[l
         results = []
         for place in ("host", "nvme"):
             worker.runtime.store = StateStore(nvme_path=files, copies=copies)
-            with patch("megatron_branch.engine.worker.choose_placement", lambda *_, p=place, **__: Placement(p, p, p)):
+            with patch("megatron_branch.engine.planner.choose_placement", lambda *_, p=place, **__: Placement(p, p, p)):
                 results.append(one_step(worker, rollouts, PlainHost(worker.model, worker.groups)))
         return results, copies.lost
 

@@ -16,7 +16,9 @@ from torch import Tensor
 from megatron_branch.attention.descriptor import HeadRows, PassDescriptor
 from megatron_branch.attention.kernel import Saved
 from megatron_branch.engine.forward_step import BranchForwardStep, PassReport
-from megatron_branch.engine.worker import PlannedStep, Worker
+from megatron_branch.engine.pass_batch import pass_batch
+from megatron_branch.engine.planner import PlannedStep
+from megatron_branch.engine.worker import Worker
 from megatron_branch.objective.losses import LossTable
 from megatron_branch.plan.cost import ATTENTION_BACKWARD, LINEAR_BACKWARD
 from megatron_branch.plan.plan import Unit
@@ -115,7 +117,7 @@ class PackedStep:
             positions=tensors.positions, shard=tensors.shard, context=(), kernel=self._kernel, head=tensors.head
         )
         forward_step = BranchForwardStep(worker.config.objective)
-        output, loss_function = forward_step(iter((PassInput(None, tensors, descriptor),)), worker.model)
+        output, loss_function = forward_step(iter((pass_batch(PassInput(None, tensors, descriptor)),)), worker.model)
         loss, report = loss_function(output)
         (loss * worker.runtime.loss_scale).backward()
         return report

@@ -31,7 +31,7 @@ def both(case: Case, rollouts: list[Rollout]) -> tuple[dict[str, torch.Tensor], 
         with host.accumulate():
             reports = worker.run(step)
         exact = {name: host.gradient(name, p).clone() for name, p in worker.model.named_parameters()}
-        return packed, exact, abs(loss - sum(report.sums.loss for _, report in reports)).item()
+        return packed, exact, abs(loss - sum(report.sums.loss for report in reports)).item()
 
     return in_layout(case, compute)
 
