@@ -7,6 +7,7 @@ same gradient on one rank with no other setting. A few draws by default, many be
 from __future__ import annotations
 
 import random
+import tempfile
 from collections import defaultdict
 from pathlib import Path
 
@@ -41,6 +42,17 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
     ]
 
 
+def state_settings(generator: random.Random, placement: str, retaining: bool) -> tuple[tuple[str, object], ...]:
+    """Section `state` for a placement, with what it needs."""
+    settings: dict[str, object] = {"placement": placement}
+    if placement == "auto":
+        # Graphs of retained chunks stay on the device, whatever the placement.
+        settings["device_budget_bytes"] = 10**9 if retaining else generator.choice([500_000, 10**9])
+    if placement in ("nvme", "auto"):
+        settings["nvme_path"] = tempfile.gettempdir()
+    return tuple(settings.items())
+
+
 def draw(generator: random.Random, models: list[Path], world: int) -> Draw:
     """One combination that the rules allow."""
     tp, cp, pp, dp = generator.choice(LAYOUTS[world])
@@ -57,6 +69,10 @@ def draw(generator: random.Random, models: list[Path], world: int) -> Draw:
         activations=activations,
         budget_bytes=generator.choice([0, 200_000, 10**9]) if activations == "auto" else None,
         recompute_layers=generator.random() < 0.4,
+        gate=generator.random() < 0.3,
+        state=state_settings(
+            generator, generator.choice(["device", "host", "nvme", "auto"]), activations != "recompute"
+        ),
     )
     return case, generator.randrange(3)
 
@@ -98,10 +114,20 @@ def test_draws_reach_every_setting(models: list[Path]) -> None:
     for world in LAYOUTS:
         generator = random.Random(world)
         for case, _ in (draw(generator, models, world) for _ in range(60)):
-            for name in ("gradient", "ulysses", "sequence_parallel", "activations", "recompute_layers", "layout"):
+            for name in (
+                "gradient",
+                "ulysses",
+                "sequence_parallel",
+                "activations",
+                "recompute_layers",
+                "gate",
+                "layout",
+            ):
                 seen[name].add(getattr(case, name))
+            seen["placement"].add(dict(case.state)["placement"])
     sizes = {name: len(values) for name, values in seen.items()}
     layouts = sum(map(len, LAYOUTS.values()))
     assert sizes == {
-        "gradient": 2, "ulysses": 3, "sequence_parallel": 2, "activations": 3, "recompute_layers": 2, "layout": layouts,
+        "gradient": 2, "ulysses": 3, "sequence_parallel": 2, "activations": 3, "recompute_layers": 2, "gate": 2,
+        "layout": layouts, "placement": 4,
     }  # fmt: skip
