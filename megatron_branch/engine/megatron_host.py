@@ -52,24 +52,14 @@ class MegatronHost:
     @contextmanager
     def step(self, *, forward_only: bool) -> Iterator[None]:
         """The passes of a step: gradients are reduced and finalised once, after the last of them."""
-        timers, config = self._config.timers, self._config
-        if timers is not None:
-            timers("forward-backward", log_level=1).start(barrier=config.barrier_with_L1_time)
         if hasattr(self._model, "set_is_first_microbatch"):
             self._model.set_is_first_microbatch()
-        with nullcontext() if forward_only else self._no_sync():
-            yield
-        if not forward_only:
-            self._start_reduction()
-            if config.finalize_model_grads_func is not None:
-                config.finalize_model_grads_func(
-                    [self._model],
-                    self._tokens if config.calculate_per_token_loss else None,
-                    pg_collection=self._pg_collection or _megatron_groups(),
-                    force_all_reduce=self._force_all_reduce,
-                )
-        if timers is not None:
-            timers("forward-backward").stop()
+        with self._timed():
+            with nullcontext() if forward_only else self._no_sync():
+                yield
+            if not forward_only:
+                self._start_reduction()
+                self._finalise()
 
     def set_input(self, stage_input: Tensor | None) -> None:
         """Hand the next pass the hidden states of the stage before; None on the first stage."""
@@ -110,6 +100,29 @@ class MegatronHost:
                 "`weight`, which has the denominator in it"
             )
         self._tokens += tokens
+
+    @contextmanager
+    def _timed(self) -> Iterator[None]:
+        """Megatron's timer of its schedules, stopped after an error too: it refuses to start twice."""
+        timers = self._config.timers
+        if timers is None:
+            yield
+            return
+        timers("forward-backward", log_level=1).start(barrier=self._config.barrier_with_L1_time)
+        try:
+            yield
+        finally:
+            timers("forward-backward").stop()
+
+    def _finalise(self) -> None:
+        config = self._config
+        if config.finalize_model_grads_func is not None:
+            config.finalize_model_grads_func(
+                [self._model],
+                self._tokens if config.calculate_per_token_loss else None,
+                pg_collection=self._pg_collection or _megatron_groups(),
+                force_all_reduce=self._force_all_reduce,
+            )
 
     def _no_sync(self) -> AbstractContextManager[Any]:
         """No reduction starts inside, however many passes a parameter takes part in."""

@@ -10,9 +10,11 @@ from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, Literal
 from unittest.mock import patch
 
+import pytest
 import torch
 import torch.distributed as dist
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
@@ -59,8 +61,9 @@ class LoopCase:
         forward_only: evaluate.
         adopted: the layers are ours.
         rounded_logits: Megatron's cross entropy rounds them to float32, as it always does; otherwise it keeps float64.
-        distributed: Megatron's distributed optimizer.
-        clip_grad: of the optimizer.
+        dtype: of the model.
+        optimizer: Megatron's plain one, its distributed one, or none; `clip_grad` is its.
+        error_first: the loss function raises at its third call, and the step is run again.
     """
 
     model: Path
@@ -75,8 +78,10 @@ class LoopCase:
     forward_only: bool = False
     adopted: bool = True
     rounded_logits: bool = False
-    distributed: bool = False
+    dtype: torch.dtype = torch.float64
+    optimizer: Literal["plain", "distributed"] | None = "plain"
     clip_grad: float = 0.0
+    error_first: bool = False
 
 
 @dataclass
@@ -89,6 +94,7 @@ class Outcome:
         reports: what the schedule returned on this rank.
         replicas_agree: all ranks that hold a parameter have the same gradient, to the last bit.
         finalised: how often gradients were finalised.
+        timed: names of Megatron's timers that were started; all were stopped.
     """
 
     gradients: dict[str, Tensor] = field(default_factory=dict)
@@ -97,6 +103,7 @@ class Outcome:
     reports: list[Any] = field(default_factory=list)
     replicas_agree: bool = True
     finalised: int = 0
+    timed: set[str] = field(default_factory=set)
 
 
 def policy_loss(batch: dict[str, Any], per_token: bool, scale: float, losses: Tensor) -> tuple[Any, ...]:
@@ -125,14 +132,14 @@ def forward_step(per_token: bool, scale: float, data_iterator: Iterator[Any], mo
     return losses, partial(policy_loss, batch, per_token, scale)
 
 
-def microbatch(rollout: Rollout, weight: float) -> dict[str, Any]:
+def microbatch(rollout: Rollout, weight: float, device: torch.device) -> dict[str, Any]:
     """A rollout alone, with the keys of a pass."""
     ids, mask = torch.from_numpy(rollout.token_ids.copy()), torch.from_numpy(rollout.loss_mask.copy())
     trained = mask.nonzero()[:, 0]
     nothing = torch.full((len(ids),), torch.nan, dtype=torch.float64)
     old = nothing if rollout.logprobs is None else torch.from_numpy(rollout.logprobs.copy())
     assert rollout.advantage is not None
-    return {
+    batch = {
         "tokens": ids[None, :-1],
         "position_ids": torch.arange(len(ids) - 1)[None],
         "attention_mask": None,
@@ -144,6 +151,23 @@ def microbatch(rollout: Rollout, weight: float) -> dict[str, Any]:
         "advantage": torch.from_numpy(rollout.advantage.copy())[trained],
         "old_logprobs": old[trained],
     }
+    return {key: value.to(device) if isinstance(value, Tensor) else value for key, value in batch.items()}
+
+
+@dataclass
+class Stopwatches:
+    """Stands in for Megatron's timers; like them it refuses to start one twice."""
+
+    running: set[str] = field(default_factory=set)
+    names: set[str] = field(default_factory=set)
+
+    def __call__(self, name: str, log_level: int | None = None) -> Any:
+        def start(barrier: bool = False) -> None:
+            assert name not in self.running, f"{name} has already been started"
+            self.running.add(name)
+            self.names.add(name)
+
+        return SimpleNamespace(start=start, stop=lambda barrier=False: self.running.remove(name))
 
 
 @dataclass
@@ -156,17 +180,18 @@ class Parts:
     gpt: GPTModel
     model: DistributedDataParallel
     finalised: list[int] = field(default_factory=list)
+    timers: Stopwatches = field(default_factory=Stopwatches)
 
 
 def build(case: LoopCase) -> Parts:
     """The set-up of a user's script."""
     tp, cp, pp, dp = case.layout
-    host_cpu.enter()
+    device = host_cpu.enter()
     groups = build_groups(dp=dp, cp=cp, tp=tp, pp=pp)
     checked = check_model(make_config({"model": {"path": str(case.model)}, "data": {"rollouts": "unused"}}))
     arch = checked.arch
     model_parallel_cuda_manual_seed(1)
-    config = transformer_config(arch, groups, torch.float64, sequence_parallel=case.sequence_parallel)
+    config = transformer_config(arch, groups, case.dtype, sequence_parallel=case.sequence_parallel)
     config.calculate_per_token_loss = case.per_token
     config.variable_seq_lengths = True
     if case.loss_scale != 1.0:
@@ -191,13 +216,13 @@ def build(case: LoopCase) -> Parts:
     )
     if case.adopted:
         adopt(gpt)
-    gpt.to(torch.float64)
+    gpt.to(device=device, dtype=case.dtype)
     load_weights(gpt, checked.source, arch, groups)
     options = DistributedDataParallelConfig(
-        grad_reduce_in_fp32=False,
+        grad_reduce_in_fp32=case.dtype is torch.bfloat16,
         overlap_grad_reduce=case.overlap,
         bucket_size=4000 if case.overlap else None,
-        use_distributed_optimizer=case.distributed,
+        use_distributed_optimizer=case.optimizer == "distributed",
     )
     model = DistributedDataParallel(config, options, gpt)
     parts = Parts(checked, groups, config, gpt, model)
@@ -207,6 +232,7 @@ def build(case: LoopCase) -> Parts:
         finalize_model_grads(*args, **options)
 
     config.finalize_model_grads_func = finalise
+    config.timers = parts.timers
     if case.overlap:
         config.no_sync_func = model.no_sync
     return parts
@@ -232,45 +258,75 @@ def _one_step(case: LoopCase, parts: Parts, rollouts: list[Rollout]) -> Outcome:
     run = get_forward_backward_func()
     if case.overlap:
         _ordinary(case, parts, rollouts[:2], run)
+    step = _tree_step(case, parts, rollouts) if case.trees else partial(_ordinary, case, parts, rollouts)
+    if case.error_first:
+        with pytest.raises(ZeroDivisionError), patch(f"{__name__}.policy_loss", _raises_at_the_third_call()):
+            step(run)
     parts.finalised.clear()
     parts.model.zero_grad_buffer()
+    optimizer = _optimizer(case, parts)
+    reports = step(run)
+    outcome = Outcome(reports=reports, replicas_agree=_replicas_agree(parts), finalised=len(parts.finalised))
+    outcome.gradients = _whole(parts, lambda _, parameter: parameter.main_grad)
+    if optimizer is not None:
+        optimizer.step()
+    outcome.weights = _whole(parts, lambda _, parameter: parameter)
+    loss = torch.tensor(sum(report["loss"] for report in reports), dtype=torch.float64)
+    loss = loss.to(next(parts.gpt.parameters()).device)
+    for group in (parts.groups.dp_cp.group, parts.groups.pp.group):
+        dist.all_reduce(loss, group=group)
+    outcome.loss = loss.item()
+    assert not parts.timers.running
+    outcome.timed = parts.timers.names
+    return outcome
+
+
+def _tree_step(case: LoopCase, parts: Parts, rollouts: list[Rollout]) -> Callable[[Any], list[Any]]:
+    planner = make_planner(parts.model, branch=case.branch, ulysses=case.ulysses)
+    return lambda run: run(
+        forward_step_func=partial(forward_step, case.per_token, 1.0),
+        data_iterator=iter((planner.step(rollouts),)),
+        model=[parts.model],
+        num_microbatches=1,
+        seq_length=1,
+        micro_batch_size=1,
+        forward_only=case.forward_only,
+    )
+
+
+def _optimizer(case: LoopCase, parts: Parts) -> Any:
+    if case.optimizer is None:
+        return None
     options = OptimizerConfig(
         optimizer="sgd",
         lr=0.1,
         weight_decay=0.0,
         clip_grad=case.clip_grad,
-        use_distributed_optimizer=case.distributed,
+        bf16=case.dtype is torch.bfloat16,
+        params_dtype=case.dtype,
+        use_distributed_optimizer=case.optimizer == "distributed",
     )
     optimizer = get_megatron_optimizer(options, [parts.model], use_gloo_process_groups=False)
     optimizer.zero_grad()
-    if case.trees:
-        planner = make_planner(parts.model, branch=case.branch, ulysses=case.ulysses)
-        reports = run(
-            forward_step_func=partial(forward_step, case.per_token, 1.0),
-            data_iterator=iter((planner.step(rollouts),)),
-            model=[parts.model],
-            num_microbatches=1,
-            seq_length=1,
-            micro_batch_size=1,
-            forward_only=case.forward_only,
-        )
-    else:
-        reports = _ordinary(case, parts, rollouts, run)
-    outcome = Outcome(reports=reports, replicas_agree=_replicas_agree(parts), finalised=len(parts.finalised))
-    outcome.gradients = _whole(parts, lambda _, parameter: parameter.main_grad)
-    optimizer.step()
-    outcome.weights = _whole(parts, lambda _, parameter: parameter)
-    loss = torch.tensor(sum(report["loss"] for report in reports), dtype=torch.float64)
-    for group in (parts.groups.dp_cp.group, parts.groups.pp.group):
-        dist.all_reduce(loss, group=group)
-    outcome.loss = loss.item()
-    return outcome
+    return optimizer
+
+
+def _raises_at_the_third_call() -> Callable[..., Any]:
+    original, calls = policy_loss, iter(range(1, 100))
+
+    def loss(*args: Any) -> Any:
+        if next(calls) == 3:
+            raise ZeroDivisionError
+        return original(*args)
+
+    return loss
 
 
 def _ordinary(case: LoopCase, parts: Parts, rollouts: list[Rollout], run: Callable[..., Any]) -> list[Any]:
     """Every rollout a microbatch, in Megatron's own schedule."""
     weights = row_weights(rollouts, "token-mean")
-    batches = [microbatch(rollout, weight) for rollout, weight in zip(rollouts, weights, strict=True)]
+    device = next(parts.gpt.parameters()).device
+    batches = [microbatch(rollout, weight, device) for rollout, weight in zip(rollouts, weights, strict=True)]
     return run(
         forward_step_func=partial(forward_step, case.per_token, float(len(batches))),
         data_iterator=iter(batches),

@@ -15,6 +15,7 @@ from unittest.mock import patch
 
 import pytest
 import torch
+import torch.distributed as dist
 from megatron.core.distributed import DistributedDataParallel
 
 from megatron_branch.engine.megatron_host import MegatronHost
@@ -120,14 +121,48 @@ def test_gradients_and_updates_are_megatron_s(models: dict[bool, Path], truths: 
         assert {ranks[place].finalised for ranks in by_rank} == {1}, case
 
 
+def assert_as_close_as_dense(case: LoopCase, step: Callable[[list[LoopCase]], list[Outcome]]) -> None:
+    """In bfloat16 a tree's gradient and update are at most twice as far from float32 as dense bfloat16's are."""
+    dense = dataclasses.replace(case, trees=False)
+    truth, plain, trees = step([dataclasses.replace(dense, dtype=torch.float32), dense, case])
+    assert distance(trees.gradients, truth.gradients) < 2 * distance(plain.gradients, truth.gradients) < 0.2
+    assert distance(trees.weights, truth.weights) < 2 * distance(plain.weights, truth.weights)
+
+
+def distance(mine: dict[str, torch.Tensor], truth: dict[str, torch.Tensor]) -> float:
+    """Relative L2 distance of all parameters together."""
+    names = sorted(truth)
+    flat = [torch.cat([tensors[name].double().flatten() for name in names]) for tensors in (mine, truth)]
+    return relative(*flat)
+
+
+def test_bfloat16(models: dict[bool, Path]) -> None:
+    """Without an optimizer: Megatron's for bfloat16 insists on CUDA tensors."""
+    case = LoopCase(models[False], dtype=torch.bfloat16, optimizer=None, rounded_logits=True)
+    assert_as_close_as_dense(case, lambda cases: run_ranks(1, several, cases, rollouts(), timeout_s=200)[0])
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("clip_grad", [0.0, 1e-3])
-def test_distributed_optimizer_and_clipping(models: dict[bool, Path], clip_grad: float) -> None:
-    """On the CPU Megatron's checks insist on CUDA tensors."""
-    case = LoopCase(models[False], distributed=True, clip_grad=clip_grad, rounded_logits=True)
-    dense = dataclasses.replace(case, trees=False)
-    truth, outcome = run_ranks(1, several, [dense, case], rollouts(), timeout_s=300)[0]
-    assert worst(case, outcome, truth)[0] < ROUNDED
+@pytest.mark.parametrize("optimizer", ["plain", "distributed"])
+def test_optimizers_and_clipping(models: dict[bool, Path], tmp_path: Path, optimizer: Any, clip_grad: float) -> None:
+    """In this process: the ranks of other tests see no GPU."""
+    case = LoopCase(models[False], dtype=torch.bfloat16, optimizer=optimizer, clip_grad=clip_grad, rounded_logits=True)
+    dist.init_process_group("nccl", init_method=f"file://{tmp_path / 'meeting'}", rank=0, world_size=1)
+    try:
+        assert_as_close_as_dense(case, lambda cases: several(cases, rollouts()))
+    finally:
+        dist.destroy_process_group()
+
+
+def test_an_error_in_the_loss_function_leaves_the_next_step_right(
+    models: dict[bool, Path], truths: dict[Key, Outcome]
+) -> None:
+    case = LoopCase(models[False], error_first=True)
+    outcome = run_ranks(1, several, [case], rollouts(), timeout_s=120)[0][0]
+    assert worst(case, outcome, truth_of(case, truths))[0] < FLOAT64
+    phases = {"forward-backward", "all-grads-sync", "branch-capture", "branch-tail", "branch-replay"}
+    assert phases <= outcome.timed
 
 
 def test_megatron_s_own_cross_entropy(models: dict[bool, Path], truths: dict[Key, Outcome]) -> None:
