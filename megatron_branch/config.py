@@ -59,12 +59,11 @@ class Config(BaseModel):
                 "ranks at the same pass, while pipeline stages run different passes at the same time; "
                 "set zero.stage to 2 or less, or parallel.pp=1"
             )
-        in_passes = "zero.stage=3" if self.zero.stage == 3 else "zero.reduce=pass"
-        if (self.zero.stage == 3 or self.zero.reduce == "pass") and self.branch.activations != "recompute":
+        if self.zero.stage == 3 and self.branch.activations != "recompute":
             raise ValueError(
-                f"{in_passes} with branch.activations={self.branch.activations}: data-parallel ranks meet inside every "
-                "pass, and a replay that is a backward alone matches no pass of a rank with other work; "
-                "set branch.activations=recompute, or zero.stage to 2 or less and zero.reduce=step"
+                f"zero.stage=3 with branch.activations={self.branch.activations}: data-parallel ranks meet inside "
+                "every pass, and a replay that is a backward alone matches no pass of a rank with other work; "
+                "set branch.activations=recompute, or zero.stage to 2 or less"
             )
         if self.steps is not None and self.optimizer.warmup_steps > self.steps:
             raise ValueError(f"optimizer.warmup_steps={self.optimizer.warmup_steps} must not exceed steps={self.steps}")

@@ -41,7 +41,7 @@ SUPPORT: tuple[Support, ...] = (
     Support("activations", "recompute, retain, auto; layers recomputed", "yes", "tests/parity/test_activations.py"),
     Support(
         "activations",
-        "retain and auto with ZeRO 3, or gradients reduced in every pass",
+        "retain and auto with ZeRO 3, or with reduction in every pass and dp > 1",
         "no",
         "refused before weights load",
     ),
@@ -70,7 +70,7 @@ SUPPORT: tuple[Support, ...] = (
     Support("ZeRO", "stages 0, 1, 2 in any layout; stage 3 with pp = 1", "yes", "tests/distributed/test_training.py"),
     Support("ZeRO", "stage 3 with pp > 1", "no", "refused before weights load"),
     Support("ZeRO", "reduction in every pass: dp, cp, tp; cp, tp, pp", "yes", "tests/distributed/test_training.py"),
-    Support("ZeRO", "reduction in every pass: dp with pp, with retained activations", "no", "refused by name"),
+    Support("ZeRO", "reduction in every pass: dp > 1 with pp > 1", "no", "refused by name"),
     Support("ZeRO", "reduction in every pass: optimizer offload", "no", "refused by name"),
     Support("ZeRO", "optimizer and parameter offload", "untested", "keys of a DeepSpeed file, passed through"),
     Support("planning", "bytes of weights, gradients, optimizer", "yes", "tests/distributed/test_model_bytes.py"),
