@@ -60,6 +60,7 @@ SUPPORTED: dict[str, tuple[tuple[Any, ...], str]] = {
     "delay_wgrad_compute": ((False,), _ONCE),
     "cuda_graph_impl": (("none",), "passes have many lengths"),
     "tp_comm_overlap": ((False,), "passes have many lengths"),
+    "fused_single_qkv_rope": ((False,), "Megatron's kernel takes no packed parameters, in which passes travel"),
     "enable_autocast": ((False,), "state is kept in the model's dtype"),
     "fp32_residual_connection": ((False,), "hidden states travel in the model's dtype"),
     "fp8": ((None,), "scales would be updated by passes that are run again"),

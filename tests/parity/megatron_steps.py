@@ -95,6 +95,7 @@ class Outcome:
         replicas_agree: all ranks that hold a parameter have the same gradient, to the last bit.
         finalised: how often gradients were finalised.
         timed: names of Megatron's timers that were started; all were stopped.
+        heads: how often logits were computed.
     """
 
     gradients: dict[str, Tensor] = field(default_factory=dict)
@@ -104,6 +105,7 @@ class Outcome:
     replicas_agree: bool = True
     finalised: int = 0
     timed: set[str] = field(default_factory=set)
+    heads: int = 0
 
 
 def policy_loss(batch: dict[str, Any], per_token: bool, scale: float, losses: Tensor) -> tuple[Any, ...]:
@@ -181,6 +183,7 @@ class Parts:
     model: DistributedDataParallel
     finalised: list[int] = field(default_factory=list)
     timers: Stopwatches = field(default_factory=Stopwatches)
+    heads: list[int] = field(default_factory=list)
 
 
 def build(case: LoopCase) -> Parts:
@@ -233,6 +236,8 @@ def build(case: LoopCase) -> Parts:
 
     config.finalize_model_grads_func = finalise
     config.timers = parts.timers
+    if groups.last_stage:
+        gpt.output_layer.register_forward_hook(lambda *_: parts.heads.append(1))
     if case.overlap:
         config.no_sync_func = model.no_sync
     return parts
@@ -263,6 +268,7 @@ def _one_step(case: LoopCase, parts: Parts, rollouts: list[Rollout]) -> Outcome:
         with pytest.raises(ZeroDivisionError), patch(f"{__name__}.policy_loss", _raises_at_the_third_call()):
             step(run)
     parts.finalised.clear()
+    parts.heads.clear()
     parts.model.zero_grad_buffer()
     optimizer = _optimizer(case, parts)
     reports = step(run)
@@ -277,7 +283,7 @@ def _one_step(case: LoopCase, parts: Parts, rollouts: list[Rollout]) -> Outcome:
         dist.all_reduce(loss, group=group)
     outcome.loss = loss.item()
     assert not parts.timers.running
-    outcome.timed = parts.timers.names
+    outcome.timed, outcome.heads = parts.timers.names, len(parts.heads)
     return outcome
 
 

@@ -119,6 +119,8 @@ def test_gradients_and_updates_are_megatron_s(models: dict[bool, Path], truths: 
         assert abs(by_rank[0][place].loss / truth.loss - 1) < FLOAT64, case
         assert all(ranks[place].replicas_agree for ranks in by_rank), case
         assert {ranks[place].finalised for ranks in by_rank} == {1}, case
+        # Logits only of passes with loss, on the last stage.
+        assert all(ranks[place].heads == len(ranks[place].reports) for ranks in by_rank), case
 
 
 def assert_as_close_as_dense(case: LoopCase, step: Callable[[list[LoopCase]], list[Outcome]]) -> None:

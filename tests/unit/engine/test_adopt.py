@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from megatron.core.distributed.data_parallel_base import _BaseDataParallel
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
@@ -26,6 +27,10 @@ from megatron_branch.objective.config import ObjectiveConfig
 from megatron_branch.plan.limits import BranchConfig
 from tests.harness import run_ranks
 from tests.worlds import leave_layout
+
+
+class OtherWrapper(_BaseDataParallel):
+    """Reduces gradients in a way of its own."""
 
 
 class OwnLayer(TransformerLayer):
@@ -134,6 +139,7 @@ def refusals() -> dict[str, str]:
         attempt("chunks", lambda: run([model, model]))
         attempt("non-loss", lambda: run(model, collect_non_loss_data=True, forward_only=True))
         host = MegatronHost(model)
+        attempt("wrapper", lambda: MegatronHost(OtherWrapper(model.config, model)))
         attempt("three values", lambda: host.final(lambda output: (output, 3, {}))(torch.ones(())))
         said["no logits"] = str(_post_process(host, model))
         for name in SUPPORTED:
@@ -168,6 +174,7 @@ def test_what_cannot_be_computed_is_refused_by_name() -> None:
         "recompute": "old_logprobs",
         "ulysses": "ulysses=2",
         "chunks": "interleaved",
+        "wrapper": "OtherWrapper",
         "non-loss": "collect_non_loss_data",
         "three values": "calculate_per_token_loss",
     }
