@@ -85,7 +85,8 @@ def held_by_model(config: Config, elements: Sequence[int], *, ranks: int, zero: 
     """Bytes of a shard with these parameters, which `ranks` ranks hold, under the configuration's optimizer."""
     optimizer = config.optimizer
     moments = (1 if optimizer.momentum else 0) if optimizer.name == "sgd" else ADAM_MOMENTS
-    return model_bytes(elements, HostShape(zero, ranks, DTYPE_BYTES[config.model.dtype], moments))
+    each_pass = config.zero.reduce == "pass" and zero >= 2
+    return model_bytes(elements, HostShape(zero, ranks, DTYPE_BYTES[config.model.dtype], moments, each_pass=each_pass))
 
 
 @dataclass(frozen=True)
