@@ -24,9 +24,10 @@ from megatron_branch.engine.planner import Planner
 from megatron_branch.engine.room import room_of_each_rank
 from megatron_branch.engine.rope import PositionRope
 from megatron_branch.engine.runtime import Runtime, build_link, build_store
+from megatron_branch.engine.sizes import stage_shapes
 from megatron_branch.engine.spec import BranchLayer
 from megatron_branch.objective.config import ObjectiveConfig
-from megatron_branch.plan.activations import Precision, StageShape
+from megatron_branch.plan.activations import Precision
 from megatron_branch.plan.cost import ModelShape
 from megatron_branch.plan.limits import BranchConfig
 from megatron_branch.schedule.runner import Timers
@@ -197,18 +198,8 @@ def _sizes(model: GPTModel, groups: Groups, shape: ModelShape, ulysses: int) -> 
     dist.all_gather_object(layers, len(model.decoder.layers), group=groups.pp.group)
     parameter = next(model.parameters())
     precision = Precision(parameter.element_size(), fused_norms=parameter.device.type != "cpu")
-    stages = (
-        StageShape(
-            count,
-            first=stage == 0,
-            last=stage == groups.pp.size - 1,
-            tp=groups.tp.size,
-            cp=groups.cp.size,
-            ulysses=ulysses,
-            sequence=groups.tp.size if model.config.sequence_parallel else 1,
-        )
-        for stage, count in enumerate(layers)
-    )
+    sequence = groups.tp.size if model.config.sequence_parallel else 1
+    stages = stage_shapes(layers, tp=groups.tp.size, cp=groups.cp.size, ulysses=ulysses, sequence=sequence)
     return [state_sizes(shape, stage, precision, qk_norm=model.config.qk_layernorm) for stage in stages]
 
 

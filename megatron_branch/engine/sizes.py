@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from megatron_branch.config import Config
 from megatron_branch.engine.architecture import Architecture, stage_layers
 from megatron_branch.plan.activations import Precision, StageShape
@@ -20,17 +22,20 @@ def stage_sizes(config: Config, arch: Architecture, *, device: str) -> tuple[Sta
     """
     sizes = config.parallel
     precision = Precision(DTYPE_BYTES[config.model.dtype], fused_norms=device != "cpu")
-    layers = stage_layers(arch, sizes.pp)
-    shapes = (
-        StageShape(
-            count,
-            first=stage == 0,
-            last=stage == sizes.pp - 1,
-            tp=sizes.tp,
-            cp=sizes.cp,
-            ulysses=sizes.ulysses,
-            sequence=sizes.sequence_ranks,
-        )
+    stages = stage_shapes(
+        stage_layers(arch, sizes.pp),
+        tp=sizes.tp,
+        cp=sizes.cp,
+        ulysses=sizes.ulysses,
+        sequence=sizes.sequence_ranks,
+    )
+    return tuple(state_sizes(arch.shape(), stage, precision, qk_norm=arch.qk_norm) for stage in stages)
+
+
+def stage_shapes(layers: Sequence[int], *, tp: int, cp: int, ulysses: int, sequence: int) -> tuple[StageShape, ...]:
+    """What one rank of each pipeline stage computes, from the layers of each; see `StageShape`."""
+    last = len(layers) - 1
+    return tuple(
+        StageShape(count, first=stage == 0, last=stage == last, tp=tp, cp=cp, ulysses=ulysses, sequence=sequence)
         for stage, count in enumerate(layers)
     )
-    return tuple(state_sizes(arch.shape(), stage, precision, qk_norm=arch.qk_norm) for stage in shapes)
