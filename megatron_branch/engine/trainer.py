@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import random
 from collections.abc import Sequence
@@ -25,6 +26,7 @@ from megatron_branch.engine.hf_export import export_tensors
 from megatron_branch.engine.model_config import DTYPES
 from megatron_branch.engine.outlook import Outlook, fullest_rank, outlook
 from megatron_branch.engine.planner import PlannedStep
+from megatron_branch.engine.profile import write_timeline
 from megatron_branch.engine.worker import Reports, Worker
 from megatron_branch.objective.reduce import actor_metrics, reduce_losses, rollout_metrics
 from megatron_branch.rollouts.record import Rollout
@@ -149,10 +151,15 @@ class Trainer:
     ) -> None:
         """Plan, run, checkpoint where due, and log the row, also when the checkpoint fails."""
         self._doing = "planning"
+        profiled = number <= self.config.tracking.profile_steps
+        if profiled:
+            dist.barrier()  # the ranks' timelines begin together
         with self.timers("step"):
             planned = self._plan(rollouts, number, tracker)
             report = self._tracked_step(planned, number, total_steps, tracker)
         self._doing = "metrics"
+        if profiled:
+            self._write_timeline(planned, number, tracker)
         seconds = self.timers.take()
         if number == 1:
             seconds["timing_s/read"] = read_s
@@ -239,6 +246,14 @@ class Trainer:
         with tracker.progress(number, len(slots)) as advance:
             self.worker.runtime.progress = progress
             return self.step(planned, number=number, total_steps=total_steps)
+
+    def _write_timeline(self, planned: PlannedStep, number: int, tracker: Tracker) -> None:
+        """The step's actions as they ran (collective)."""
+        view = self._outlook(planned)
+        path = self.config.tracking.run_dir / "timeline" / f"step_{number}"
+        drawn = view.simulation if importlib.util.find_spec("matplotlib") else None
+        write_timeline(planned, self.timers, self.groups, path=path, simulated=drawn, busiest=view.busiest)
+        tracker.note("timeline", f"{path}.json" + ("" if drawn is None else f", {path}.png"))
 
     def _outlook(self, planned: PlannedStep) -> Outlook:
         return outlook(

@@ -71,11 +71,18 @@ def _mark(action: Action) -> str:
     return letter.lower() if action.kind == "tail" and action.phase == "forward" else letter
 
 
-def chrome_trace(simulation: Simulation) -> dict[str, Any]:
-    """Trace-event JSON object for chrome://tracing or Perfetto; one thread per stage, one microsecond per time unit."""
+def chrome_trace(simulation: Simulation, *, microseconds: float = 1.0, rows: Sequence[str] = ()) -> dict[str, Any]:
+    """Trace-event JSON object for chrome://tracing or Perfetto; one thread per stage.
+
+    Args:
+        simulation: simulated or recorded.
+        microseconds: of a time unit.
+        rows: names of the threads; by default those of the stages.
+    """
+    names = rows or [f"stage {stage}" for stage in range(len(simulation.busy))]
     events: list[dict[str, Any]] = [
-        {"name": "thread_name", "ph": "M", "pid": 0, "tid": stage, "args": {"name": f"stage {stage}"}}
-        for stage in range(len(simulation.busy))
+        {"name": "thread_name", "ph": "M", "pid": 0, "tid": row, "args": {"name": name}}
+        for row, name in enumerate(names)
     ]
     for span in simulation.spans:
         events.append(
@@ -85,16 +92,16 @@ def chrome_trace(simulation: Simulation) -> dict[str, Any]:
                 "ph": "X",
                 "pid": 0,
                 "tid": span.stage,
-                "ts": span.start,
-                "dur": span.end - span.start,
+                "ts": span.start * microseconds,
+                "dur": (span.end - span.start) * microseconds,
                 "args": {"slot": span.slot, "phase": span.action.phase},
             }
         )
     return {"traceEvents": events, "displayTimeUnit": "ms"}
 
 
-def picture(simulation: Simulation, path: Path | str, *, title: str = "") -> None:
-    """Draw the stages over time into a PNG file.
+def picture(simulation: Simulation, path: Path | str, *, title: str = "", measured: Simulation | None = None) -> None:
+    """Draw the stages over time into a PNG file, and below them a recorded run of the same order.
 
     Raises:
         ValueError: matplotlib is not installed.
@@ -108,11 +115,15 @@ def picture(simulation: Simulation, path: Path | str, *, title: str = "") -> Non
             "pip install 'megatron-branch[plot]'"
         ) from missing
     stages = len(simulation.busy)
-    figure = Figure(figsize=(14, 1.5 + 0.6 * stages), dpi=120, layout="constrained")
+    panels = [(simulation, title or f"{stages} stages, bubble {simulation.bubble_fraction:.1%}", "simulated time")]
+    if measured is not None:
+        panels.append((measured, f"measured: {measured.makespan:.2f} s", "measured time"))
+    figure = Figure(figsize=(14, len(panels) * (1.5 + 0.6 * stages)), dpi=120, layout="constrained")
     FigureCanvasAgg(figure)
-    axes = figure.add_subplot()
-    _draw(axes, simulation)
-    axes.set_title(title or f"{stages} stages, bubble {simulation.bubble_fraction:.1%}", loc="left", fontsize=11)
+    for axes, (shown, heading, time) in zip(figure.subplots(len(panels), squeeze=False)[:, 0], panels, strict=True):
+        _draw(axes, shown)
+        axes.set_title(heading, loc="left", fontsize=11)
+        axes.set_xlabel(f"{time}, share of the step")
     figure.savefig(path)
 
 
@@ -138,7 +149,6 @@ def _draw(axes: Axes, simulation: Simulation) -> None:
     axes.set_xticks(
         [simulation.makespan * tenth / 10 for tenth in range(11)], [f"{10 * tenth} %" for tenth in range(11)]
     )
-    axes.set_xlabel("simulated time, share of the step")
     axes.spines[["top", "right", "left"]].set_visible(False)
     axes.tick_params(axis="y", length=0)
     shown = [kind for kind in LEGEND if kind in kinds]

@@ -1,4 +1,4 @@
-"""Runs orders in simulated time.
+"""Runs orders in simulated time, and shows a real run in the same form.
 
 Always true:
 - an action starts when its stage is free and its message is there, in the order of its stage;
@@ -109,6 +109,31 @@ def simulate(
     for stage, order in enumerate(orders):
         ran = len(spans[stage])
         assert ran == len(order), f"stage {stage} waits forever at slot {ran}, {action_name(order[ran], units)}"
+    return _summary(orders, units, spans)
+
+
+def recorded(
+    orders: Sequence[Sequence[Action]], units: Sequence[Unit], times: Sequence[Sequence[tuple[float, float]]]
+) -> Simulation:
+    """A run that was measured, in the form of a simulation.
+
+    An action's time holds its waiting for messages and for the other ranks of its stage, so the bubble of a recorded
+    run is only what lies between actions.
+
+    Args:
+        orders: one order per pipeline stage.
+        units: the units of the rank.
+        times: per stage, start and end of each action that is not an idle, in seconds since the step began.
+    """
+    spans: list[list[Span]] = []
+    for stage, (order, measured) in enumerate(zip(orders, times, strict=True)):
+        slots = [slot for slot, action in enumerate(order) if action.kind != "idle"]
+        spans.append(
+            [
+                Span(stage, slot, start, end, order[slot], action_name(order[slot], units))
+                for slot, (start, end) in zip(slots, measured, strict=True)
+            ]
+        )
     return _summary(orders, units, spans)
 
 

@@ -14,7 +14,8 @@ class TrackingConfig(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
     run_dir: Path = Field(
-        default=Path("runs/default"), description="folder of the run: metrics.jsonl, checkpoints/, wandb/, pictures"
+        default=Path("runs/default"),
+        description="folder of the run: metrics.jsonl, checkpoints/, wandb/, pictures, timeline/",
     )
     name: str | None = Field(default=None, description="name of the run; null: the last part of `tracking.run_dir`")
     wandb: Literal["online", "offline", "disabled"] = Field(
@@ -27,6 +28,12 @@ class TrackingConfig(BaseModel):
     entity: str | None = Field(default=None, description="W&B team or user; null: the account's default")
     plot_schedule: bool = Field(
         default=False, description="draw the first step's schedule to schedule.png (extra `plot`)"
+    )
+    profile_steps: int = Field(
+        default=0,
+        ge=0,
+        description="so many first steps are recorded by action: timeline/step_N.json (Chrome trace of all ranks), "
+        "step_N.png (stages, simulated and measured; extra `plot`)",
     )
     peak_flops: float | None = Field(
         default=None, gt=0, description="peak FLOP/s of one device at `model.dtype`; null: no mfu and hfu"

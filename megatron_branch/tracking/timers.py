@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -41,6 +41,19 @@ class Timers:
         finally:
             self._open.discard(phase)
             self._spans.setdefault(phase, []).append((start, self._mark()))
+
+    def spans(self, phases: Collection[str], *, since: str) -> list[tuple[float, float]]:
+        """Start and end of every block of these phases since the last `take`, in the order they started.
+
+        Seconds after the first block of the phase `since` started; like `take` for when a step is over.
+        """
+        origin = self._spans[since][0][0]
+        seconds = [
+            (self._between(origin, start), self._between(origin, end))
+            for phase in phases
+            for start, end in self._spans.get(phase, ())
+        ]
+        return sorted(seconds)
 
     def take(self) -> dict[str, float]:
         """Seconds by metric key (`timing_s/PHASE`) of the phases that ran; starts again from zero."""

@@ -40,6 +40,7 @@ ALWAYS = {
             "state_bytes_peak",
             "bubble_fraction",
             "speedup_bound",
+            "dense_trees",
         )
     ),
     *("training/global_step", "training/consumed_rollouts"),
@@ -108,7 +109,7 @@ def context(place: Path) -> Run:
 @pytest.fixture(scope="module")
 def stages(place: Path) -> Run:
     """Two pipeline stages at ZeRO 1; rank 0, which writes, has no loss."""
-    path = config(place, "pp", parallel={"pp": 2}, zero={"stage": 1}, tracking={"wandb": "offline"})
+    path = config(place, "pp", parallel={"pp": 2}, zero={"stage": 1}, tracking={"wandb": "offline", "profile_steps": 2})
     return Run(run_job(path, limit_s=240), path.parent)
 
 
@@ -132,6 +133,26 @@ def test_one_row_per_step_with_every_key(context: Run, stages: Run) -> None:
             assert row["timing_s/step"] == row["perf/time_per_step"]
     assert all(row["timing_s/checkpoint"] > 0 for row in context.rows())
     assert [row["timing_s/checkpoint"] > 0 for row in stages.rows()] == [False, False, True]
+
+
+def test_recorded_steps_show_every_action_of_every_rank(stages: Run) -> None:
+    folder = stages.folder / "timeline"
+    assert sorted(path.name for path in folder.iterdir()) == ["step_1.json", "step_1.png", "step_2.json", "step_2.png"]
+    for number, row in zip((1, 2), stages.rows(), strict=False):
+        events = json.loads((folder / f"step_{number}.json").read_text())["traceEvents"]
+        names = [event["args"]["name"] for event in events if event["ph"] == "M"]
+        assert names == ["dp 0 pp 0 cp 0 tp 0", "dp 0 pp 1 cp 0 tp 0"]
+        first, second = ([e for e in events if e["ph"] == "X" and e["tid"] == rank] for rank in (0, 1))
+        # Forward and backward of a tail are two actions on all stages but the last.
+        assert {e["name"].rstrip("<>") for e in first} == {e["name"] for e in second} and len(first) > len(second) > 6
+        for mine in (first, second):
+            assert all(a["ts"] + a["dur"] <= b["ts"] for a, b in zip(mine, mine[1:], strict=False))
+            assert 0 < sum(e["dur"] for e in mine) / 1e6 < row["timing_s/step"]
+        captured = {e["name"]: e["ts"] for e in first if e["cat"] == "capture"}
+        received = {e["name"]: e["ts"] + e["dur"] for e in second if e["cat"] == "capture"}
+        assert all(captured[name] < received[name] for name in captured)
+        assert (folder / f"step_{number}.png").read_bytes().startswith(b"\x89PNG")
+    assert "timeline" in stages.job.out
 
 
 def test_numbers_do_not_depend_on_the_layout(context: Run, stages: Run) -> None:

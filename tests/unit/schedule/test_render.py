@@ -59,6 +59,8 @@ def test_the_picture_is_a_png(tmp_path: Path) -> None:
     picture(simulated(), tmp_path / "schedule.png", title="two stages")
     assert (tmp_path / "schedule.png").read_bytes().startswith(b"\x89PNG")
     picture(simulate([()], ()), tmp_path / "empty.png")
+    picture(simulated(), tmp_path / "both.png", measured=simulated())
+    assert (tmp_path / "both.png").stat().st_size > (tmp_path / "schedule.png").stat().st_size
 
 
 def test_without_matplotlib_the_extra_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -7,7 +7,7 @@ import pytest
 from megatron_branch.plan.limits import BranchConfig
 from megatron_branch.plan.plan import Unit
 from megatron_branch.schedule.orders import depth_first, match_passes, pipeline_orders, scoring_orders
-from megatron_branch.schedule.simulate import simulate
+from megatron_branch.schedule.simulate import recorded, simulate
 from tests.branching import planned, prompt_with_tails
 
 
@@ -62,3 +62,16 @@ def test_orders_that_wait_for_each_other_are_named() -> None:
     first, last = pipeline_orders(units, 2)
     with pytest.raises(AssertionError, match=r"stage 0 waits forever at slot 3, T0.0<"):
         simulate([(*first[:3], first[4], first[3], *first[5:]), (last[0], last[1], last[3], *last[2:3])], units)
+
+
+def test_a_recorded_run_has_the_times_that_were_measured() -> None:
+    units = units_of()
+    order = depth_first(units)
+    times = [(float(slot), slot + 0.75) for slot in range(len(order))]
+    run = recorded([order], units, [times])
+    assert [(span.start, span.end, span.action) for span in run.spans] == [
+        (start, end, action) for (start, end), action in zip(times, order, strict=True)
+    ]
+    assert run.makespan == len(order) - 0.25 and run.busy == (0.75 * len(order),)
+    with pytest.raises(ValueError, match="zip"):
+        recorded([order], units, [times[1:]])

@@ -56,3 +56,16 @@ def test_only_declared_phases_and_none_in_itself() -> None:
         pass
     with timers("tail"), pytest.raises(AssertionError, match="already"), timers("tail"):
         pass
+
+
+def test_spans_are_in_order_and_count_from_the_step() -> None:
+    clock = _Clock()
+    timers = Timers(lambda: clock.now)
+    clock.now = 10.0
+    with timers("step"):
+        for phase, seconds in (("capture", 1.0), ("tail", 2.0), ("capture", 4.0)):
+            clock.now += 0.5
+            with timers(phase):
+                clock.now += seconds
+    assert timers.spans(("capture", "tail"), since="step") == [(0.5, 1.5), (2.0, 4.0), (4.5, 8.5)]
+    assert timers.spans(("replay",), since="step") == []
