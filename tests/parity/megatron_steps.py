@@ -54,6 +54,7 @@ class LoopCase:
         layout: `(tp, cp, pp, dp)`.
         trees: the data iterator yields a `BranchStep`; otherwise each rollout is a microbatch.
         per_token: the loss function returns a sum and a number of tokens.
+        shares_per_token: the setting that goes with it is on, and the loss function returns shares all the same.
         overlap: Megatron's `overlap_grad_reduce`, in small buckets; an ordinary step comes before.
         sequence_parallel, ulysses: of the model.
         branch: how trees are computed.
@@ -70,6 +71,7 @@ class LoopCase:
     layout: tuple[int, int, int, int] = (1, 1, 1, 1)
     trees: bool = True
     per_token: bool = False
+    shares_per_token: bool = False
     overlap: bool = False
     sequence_parallel: bool = False
     ulysses: int = 1
@@ -195,7 +197,7 @@ def build(case: LoopCase) -> Parts:
     arch = checked.arch
     model_parallel_cuda_manual_seed(1)
     config = transformer_config(arch, groups, case.dtype, sequence_parallel=case.sequence_parallel)
-    config.calculate_per_token_loss = case.per_token
+    config.calculate_per_token_loss = case.per_token or case.shares_per_token
     config.variable_seq_lengths = True
     if case.loss_scale != 1.0:
         config.grad_scale_func = lambda loss: loss * case.loss_scale

@@ -102,6 +102,7 @@ def cases(models: dict[bool, Path], world: int) -> list[LoopCase]:
             LoopCase(tied, PP, per_token=True),
             LoopCase(plain, DP),
             LoopCase(plain, DP, per_token=True),
+            LoopCase(plain, DP, shares_per_token=True),
             LoopCase(tied, DP, overlap=True),
             LoopCase(plain, DP, overlap=True, per_token=True, loss_scale=8.0),
         ]
