@@ -117,7 +117,13 @@ def picture(simulation: Simulation, path: Path | str, *, title: str = "", measur
     stages = len(simulation.busy)
     panels = [(simulation, title or f"{stages} stages, bubble {simulation.bubble_fraction:.1%}", "simulated time")]
     if measured is not None:
-        panels.append((measured, f"measured: {measured.makespan:.2f} s", "measured time"))
+        panels.append(
+            (
+                measured,
+                f"measured: {measured.makespan:.2f} s, waiting for messages counted to the action that waits",
+                "measured time",
+            )
+        )
     figure = Figure(figsize=(14, len(panels) * (1.5 + 0.6 * stages)), dpi=120, layout="constrained")
     FigureCanvasAgg(figure)
     for axes, (shown, heading, time) in zip(figure.subplots(len(panels), squeeze=False)[:, 0], panels, strict=True):

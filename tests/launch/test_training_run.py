@@ -188,7 +188,7 @@ def test_console_says_what_runs_then_a_line_per_step(context: Run, stages: Run) 
         assert lines[1].startswith(f"topology  {topology}")
         assert lines[2].startswith("trees     6 rollouts of 2 groups")
         assert lines[5].startswith("peak      ")
-        shown = [LINE.fullmatch(line) for line in lines[6:] if not line.startswith("saved     ")]
+        shown = [LINE.fullmatch(line) for line in lines[6:] if not line.startswith(("saved     ", "timeline  "))]
         assert [match and match[1] for match in shown] == ["1", "2", "3"], lines
         assert ("mfu" in run.job.out) == (run is context)
 
