@@ -22,7 +22,7 @@ $(STAMP): setup.py
 	@if nvidia-smi >/dev/null 2>&1; then echo "GPU found: pip chooses torch"; \
 	else $(BIN)/python -m pip install --quiet --no-compile --disable-pip-version-check "$(TORCH_CPU)"; fi
 	$(BIN)/python -m pip install --quiet --no-compile --disable-pip-version-check --use-pep517 -e ".[dev,gguf,plot]"
-	@$(BIN)/python -m compileall -q -j 0 $(VENV)/lib || true
+	@$(BIN)/python -m compileall -qq -j 0 $(VENV)/lib || true
 	@touch $@
 
 quickstart: setup  ## sample rollouts with a small model, train three steps, load the result

@@ -12,7 +12,7 @@ import importlib
 import inspect
 from collections.abc import Callable
 from types import ModuleType
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -85,53 +85,23 @@ class CudnnCuda:
         return dq, dk, dv
 
 
-class FlashAttention2:
-    """The package `flash-attn`, 2.7 or later."""
+class _FlashPackage:
+    """What the two packages share: `[count, n, heads, D]` tensors, and gradients written into given ones."""
 
-    def __init__(self) -> None:
-        self._package = _import("flash_attn.flash_attn_interface", backend="flash2", package="flash-attn>=2.7")
+    _plain: ClassVar[dict[str, Any]] = {}  # arguments that turn off what is not used here
+    _plain_forward: ClassVar[dict[str, Any]] = {}
 
-    def forward(
-        self, q_THD: Tensor, k_PGD: Tensor, v_PGD: Tensor, *, causal: bool, scale: float, count: int = 1
-    ) -> tuple[Tensor, Tensor]:
-        q, k, v = (_batched(x, count) for x in (q_THD, k_PGD, v_PGD))
-        out, lse, *_ = self._package._flash_attn_forward(
-            q, k, v, softmax_scale=scale, causal=causal, return_softmax=False, **self._plain()
-        )
-        return out.flatten(0, 1), _lse_to_tokens(lse)
-
-    def backward(
-        self, dout_THD: Tensor, saved: Saved, *, causal: bool, scale: float, count: int = 1
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        q, k, v, out, dout = (_batched(x, count) for x in (*saved[:4], dout_THD))
-        dq, dk, dv = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k, v))
-        self._package._flash_attn_backward(
-            dout, q, k, v, out, _lse_to_heads(saved.lse_TH, count), dq, dk, dv,
-            softmax_scale=scale, causal=causal, deterministic=False, **self._plain(),
-        )  # fmt: skip
-        return dq.flatten(0, 1), dk.flatten(0, 1), dv.flatten(0, 1)
-
-    @staticmethod
-    def _plain() -> dict[str, Any]:
-        """No dropout, no window, no cap on scores, no ALiBi."""
-        return {
-            "dropout_p": 0.0, "window_size_left": -1, "window_size_right": -1, "softcap": 0.0, "alibi_slopes": None,
-        }  # fmt: skip
-
-
-class FlashAttention3:
-    """FlashAttention-3 (Shah et al., 2024), built from the `hopper` folder of its repository; Hopper GPUs."""
-
-    def __init__(self) -> None:
-        self._package = _import("flash_attn_interface", backend="flash3", package="FlashAttention-3 (hopper/)")
+    def __init__(self, module: str, *, backend: str, package: str) -> None:
+        self._package = _import(module, backend=backend, package=package)
 
     def forward(
         self, q_THD: Tensor, k_PGD: Tensor, v_PGD: Tensor, *, causal: bool, scale: float, count: int = 1
     ) -> tuple[Tensor, Tensor]:
         q, k, v = (_batched(x, count) for x in (q_THD, k_PGD, v_PGD))
         out, lse, *_ = _with_absent(
-            self._package._flash_attn_forward, q=q, k=k, v=v, softmax_scale=scale, causal=causal
-        )
+            self._package._flash_attn_forward,
+            q=q, k=k, v=v, softmax_scale=scale, causal=causal, **self._plain, **self._plain_forward,
+        )  # fmt: skip
         return out.flatten(0, 1), _lse_to_tokens(lse)
 
     def backward(
@@ -142,13 +112,32 @@ class FlashAttention3:
         _with_absent(
             self._package._flash_attn_backward,
             dout=dout, q=q, k=k, v=v, out=out, softmax_lse=_lse_to_heads(saved.lse_TH, count), dq=dq, dk=dk, dv=dv,
-            softmax_scale=scale, causal=causal,
+            softmax_scale=scale, causal=causal, deterministic=False, **self._plain,
         )  # fmt: skip
         return dq.flatten(0, 1), dk.flatten(0, 1), dv.flatten(0, 1)
 
 
+class FlashAttention2(_FlashPackage):
+    """The package `flash-attn`, 2.7 or later."""
+
+    _plain: ClassVar[dict[str, Any]] = {
+        "dropout_p": 0.0, "window_size_left": -1, "window_size_right": -1, "softcap": 0.0, "alibi_slopes": None,
+    }  # fmt: skip
+    _plain_forward: ClassVar[dict[str, Any]] = {"return_softmax": False}
+
+    def __init__(self) -> None:
+        super().__init__("flash_attn.flash_attn_interface", backend="flash2", package="flash-attn>=2.7")
+
+
+class FlashAttention3(_FlashPackage):
+    """FlashAttention-3 (Shah et al., 2024), built from the `hopper` folder of its repository; Hopper GPUs."""
+
+    def __init__(self) -> None:
+        super().__init__("flash_attn_interface", backend="flash3", package="FlashAttention-3 (hopper/)")
+
+
 def _with_absent(function: Callable[..., Any], **given: Any) -> Any:
-    """Call with None for everything else without a default: lengths, pages, rotary tables, scales of float8."""
+    """Call with None for everything else without a default: ALiBi, lengths, pages, rotary tables, scales of float8."""
     parameters = inspect.signature(function).parameters.values()
     required = [p.name for p in parameters if p.default is p.empty and p.kind is p.POSITIONAL_OR_KEYWORD]
     return function(**dict.fromkeys(required) | given)

@@ -1,6 +1,7 @@
 """Kernels against one softmax differentiated by autograd, part by part."""
 
 import sys
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -136,6 +137,8 @@ def fake_flash2(library: FakeLibrary) -> SimpleNamespace:
         q, k, v, dropout_p, softmax_scale, causal, window_size_left, window_size_right, softcap, alibi_slopes,
         return_softmax,
     ):  # fmt: skip
+        assert (dropout_p, window_size_left, window_size_right, softcap) == (0.0, -1, -1, 0.0)
+        assert not alibi_slopes and not return_softmax
         return (*library.forward(q, k, v, causal, softmax_scale), None, None)
 
     def backward(  # type: ignore[no-untyped-def]
@@ -146,7 +149,11 @@ def fake_flash2(library: FakeLibrary) -> SimpleNamespace:
         for mine, grad in zip((dq, dk, dv), grads, strict=True):
             mine.copy_(grad)
 
-    return SimpleNamespace(_flash_attn_forward=forward, _flash_attn_backward=backward)
+    # They are registered as operators, which do not show their arguments.
+    def operator(function: Callable[..., Any]) -> Callable[..., Any]:
+        return lambda *args, **kwargs: function(*args, **kwargs)
+
+    return SimpleNamespace(_flash_attn_forward=operator(forward), _flash_attn_backward=operator(backward))
 
 
 def fake_flash3(library: FakeLibrary) -> SimpleNamespace:
@@ -159,7 +166,21 @@ def fake_flash3(library: FakeLibrary) -> SimpleNamespace:
         return library.forward(q, k, v, causal, softmax_scale)
 
     def backward(  # type: ignore[no-untyped-def]
-        dout, q, k, v, out, softmax_lse, cu_seqlens_q, sequed_q, dq, dk, dv, softmax_scale, causal, softcap=0.0
+        dout,
+        q,
+        k,
+        v,
+        out,
+        softmax_lse,
+        cu_seqlens_q,
+        sequed_q,
+        dq,
+        dk,
+        dv,
+        softmax_scale,
+        causal,
+        softcap=0.0,
+        deterministic=False,
     ):
         assert (cu_seqlens_q, sequed_q) == (None, None)
         grads = library.backward([dout, q, k, v, out], softmax_lse, causal, softmax_scale)
