@@ -4,7 +4,7 @@
     torchrun --nproc_per_node 2 launch/megatron_loop.py --tp 2
 
 Inputs: none; a small random model and synthetic rollouts (`rollouts.reader` reads files). Output: a line per step.
-Nothing of this package's trainer is used. What the loop needs for trees is marked `# trees`.
+Nothing of this package's trainer is used. What trees need is marked `# trees`.
 """
 
 from __future__ import annotations
@@ -100,9 +100,10 @@ def build(options: argparse.Namespace, device: torch.device) -> tuple[Any, Any]:
     adopt(model)  # trees
     if config.bf16:
         model = Float16Module(config, model)
-    model = DistributedDataParallel(config, DistributedDataParallelConfig(overlap_grad_reduce=True), model)
-    # Megatron's clipping insists on CUDA tensors.
-    settings = OptimizerConfig(lr=1e-3, bf16=config.bf16, clip_grad=1.0 if device.type == "cuda" else 0.0)
+    ddp = DistributedDataParallelConfig(overlap_grad_reduce=True, grad_reduce_in_fp32=True)  # sums over many passes
+    model = DistributedDataParallel(config, ddp, model)
+    clip = 1.0 if device.type == "cuda" else 0.0  # Megatron's clipping insists on CUDA tensors
+    settings = OptimizerConfig(lr=1e-3, bf16=config.bf16, clip_grad=clip)
     optimizer = get_megatron_optimizer(settings, [model], use_gloo_process_groups=False)
     config.no_sync_func, config.finalize_model_grads_func = model.no_sync, finalize_model_grads
     config.grad_scale_func = optimizer.scale_loss

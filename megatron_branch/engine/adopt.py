@@ -19,6 +19,7 @@ from torch import nn
 
 from megatron_branch.attention.backends import select_kernel
 from megatron_branch.attention.config import AttentionConfig
+from megatron_branch.engine.architecture import check_heads
 from megatron_branch.engine.groups import Groups, megatron_groups
 from megatron_branch.engine.planner import Planner
 from megatron_branch.engine.room import room_of_each_rank
@@ -153,6 +154,8 @@ def make_planner(
     cp = parallel_state.get_context_parallel_world_size()
     if ulysses < 1 or cp % ulysses:
         raise ValueError(f"ulysses={ulysses} does not divide the context-parallel size {cp}; choose a divisor")
+    tp = parallel_state.get_tensor_model_parallel_world_size()
+    check_heads(gpt.config.num_attention_heads, gpt.config.num_query_groups, tp=tp, ulysses=ulysses)
     config, groups = gpt.config, megatron_groups(ulysses=ulysses)
     parameter, shape, sequence = next(gpt.parameters()), _shape(gpt), config.sequence_parallel
     sizes = _sizes(gpt, groups, shape, ulysses)

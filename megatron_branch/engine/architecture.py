@@ -174,7 +174,12 @@ def check_layout(arch: Architecture, *, tp: int, pp: int, ulysses: int = 1) -> N
                 f"parallel.tp={tp} does not divide the model's {size} {name}: each rank holds an equal share; "
                 f"set parallel.tp to one of {allowed}"
             )
-    heads, kv_heads = arch.heads // tp, arch.kv_heads // tp
+    check_heads(arch.heads, arch.kv_heads, tp=tp, ulysses=ulysses)
+
+
+def check_heads(heads: int, kv_heads: int, *, tp: int, ulysses: int) -> None:
+    """Raise ValueError unless the heads of a model, split over `tp`, can be exchanged among `ulysses` ranks."""
+    heads, kv_heads = heads // tp, kv_heads // tp
     if not _heads_divide(heads, kv_heads, ulysses):
         allowed = ", ".join(str(n) for n in range(1, heads + 1) if _heads_divide(heads, kv_heads, n))
         raise ValueError(

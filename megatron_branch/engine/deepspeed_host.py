@@ -147,16 +147,17 @@ class DeepSpeedHost:
                         self._refuse_non_finite()
                         if isinstance(self._gradients, Gradients):
                             self._hand_over(self._gradients)
-                        failed = False
-                    finally:
-                        if failed:
-                            self._gradients.clear()
+                    except BaseException:
+                        self._gradients.clear()
+                        raise
                 if self.stage == 0:
                     self.engine.allreduce_gradients()
                 if isinstance(self._gradients, GradientShards):
                     self._place(self._gradients)
+            failed = False
         finally:
             if failed:
+                self._gradients.clear()
                 self.engine.zero_grad()
 
     def _refuse_non_finite(self) -> None:

@@ -197,15 +197,16 @@ class Estimate:
 
     def _local(self, unit: Unit) -> int:
         segments = tuple(segment.tokens for segment in unit.segments)
-        return shard_unit(segments, cp=self.sizes.cp, rank=0).local
+        return shard_unit(segments, cp=self.sizes.cp, rank=0, align=self.sizes.sequence_ranks).local
 
-    def _graph(self, unit: Unit, stage: int) -> int:
-        """Bytes per local token of the graph of a pass that goes backward."""
+    def _graph(self, unit: Unit, stage: int, local: int) -> int:
+        """Bytes of the graph of a pass that goes backward, with `local` tokens on this rank."""
         sizes, layers = self.per_token[stage], self.layers[stage]
-        whole = sizes.activations.of(unit, 1) + sizes.kv * self.sizes.ulysses
+        whole = sizes.activations.of(unit, local) + local * sizes.kv * self.sizes.ulysses
         if not self.config.branch.recompute_layers:
             return whole
-        return layers * self.arch.hidden * self.split.dtype_bytes + whole // layers
+        rows = local // self.sizes.sequence_ranks
+        return layers * rows * self.arch.hidden * self.split.dtype_bytes + whole // layers
 
     def _pass(self, stage: int) -> dict[str, int]:
         """What passes take, each kind at its largest."""
@@ -216,7 +217,7 @@ class Estimate:
             rows=max((-(-rows // self.sizes.cp) for rows in self.rows), default=0) if last else 0,
             page=max((local[unit.index] for unit in self.units if unit.kind == "prefix"), default=0),
         )
-        graphs = {unit.index: local[unit.index] * self._graph(unit, stage) for unit in self.units}
+        graphs = {unit.index: self._graph(unit, stage, local[unit.index]) for unit in self.units}
         tails = [graphs[unit.index] for unit in self.units if unit.kind == "tail"]
         again = [graphs[unit.index] for unit in self.units if unit.replayed and not unit.retained]
         # A pipeline stage has as many tails in flight as there are stages from it to the last.

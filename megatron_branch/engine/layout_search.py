@@ -12,6 +12,7 @@ import numpy as np
 
 from megatron_branch.config import Config, make_config
 from megatron_branch.engine.architecture import Architecture, check_layout
+from megatron_branch.engine.checked import check_reduction
 from megatron_branch.engine.config import ZeroConfig
 from megatron_branch.engine.estimate import BusiestRank, Estimate, RankBytes, StepSeconds, busiest_rank
 from megatron_branch.engine.sizes import stage_sizes
@@ -181,6 +182,7 @@ class LayoutSearch:
             config = make_config(values)
             sizes = config.parallel
             check_layout(self.arch, tp=sizes.tp, pp=sizes.pp, ulysses=sizes.ulysses)
+            check_reduction(config, self.machine.devices)
         except ValueError as error:
             found.refused[str(error).removeprefix("config: ")] += 1
             return None

@@ -42,6 +42,11 @@ class MegatronHost:
                 f"{type(model).__name__} is not supported for trees of rollouts: it reduces or frees what later passes "
                 "of the same step need; wrap the model in Megatron's DistributedDataParallel"
             )
+        if isinstance(model, DistributedDataParallel) and model.ddp_config.overlap_param_gather:
+            raise ValueError(
+                "DistributedDataParallelConfig.overlap_param_gather gathers weights in the first forward pass, which a "
+                "data-parallel rank without a tree does not make; set it to False"
+            )
         self._model, self._pg_collection, self._force_all_reduce = model, pg_collection, force_all_reduce
         self._config = get_model_config(model)
         self._gpt = get_attr_wrapped_model(model, "post_process", return_model_obj=True)

@@ -6,6 +6,7 @@ import importlib.util
 import json
 import random
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -172,8 +173,11 @@ class Trainer:
                 self._doing = "checkpoint"
                 with self.timers("checkpoint"):
                     saved = self.checkpoint(number, tracker.wandb_id)
-        finally:
-            tracker.log(number, row | self.timers.take())
+        except Exception:
+            with suppress(OSError):  # what filled the disk is the checkpoint; its error is the one to read
+                tracker.log(number, row | self.timers.take())
+            raise
+        tracker.log(number, row | self.timers.take())
         if saved:
             tracker.note("saved", ", ".join(map(str, saved)))
 

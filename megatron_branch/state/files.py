@@ -153,7 +153,7 @@ def _try_lock(folder: Path) -> int | None:
     """A descriptor that holds a folder's lock until it is closed, or None where another process holds it."""
     try:
         descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
-    except FileNotFoundError:
+    except (FileNotFoundError, PermissionError):  # gone, or another user's
         return None
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -128,8 +128,8 @@ class Away:
         self.prefetch()
         assert self._here is not None
         if not self._arrived and self._arrive is not None:
-            self._arrived = True
             self._arrive()
+            self._arrived = True
         return self._here
 
     def put_back(self) -> None:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import torch
@@ -80,11 +80,12 @@ class StateStore:
             if self._pages:
                 raise RuntimeError(f"the schedule left the state of units {sorted(self._pages)} behind")
         finally:
-            self._keeper.abandon()
-            for unit in list(self._pages):
-                self.release(unit)
-            self._keeper.close_step()
             self._open = False
+            with ExitStack() as closing:  # each part runs, also where another raises
+                closing.callback(self._keeper.close_step)
+                for unit in list(self._pages):
+                    closing.callback(self.release, unit)
+                closing.callback(self._keeper.abandon)
 
     def open(self, unit: int, *, differentiable: bool) -> Page:
         """A new page for a captured unit."""

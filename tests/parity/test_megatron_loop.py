@@ -196,10 +196,6 @@ def test_evaluation(models: dict[bool, Path], truths: dict[Key, Outcome]) -> Non
 Fault = Callable[[], AbstractContextManager[Any]]
 
 
-def no_fault() -> AbstractContextManager[Any]:
-    return nullcontext()
-
-
 def not_finalised() -> AbstractContextManager[Any]:
     return patch.object(megatron_steps, "finalize_model_grads", lambda *args, **options: None)
 
