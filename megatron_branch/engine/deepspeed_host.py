@@ -148,7 +148,7 @@ class DeepSpeedHost:
                         if isinstance(self._gradients, Gradients):
                             self._hand_over(self._gradients)
                     except BaseException:
-                        self._gradients.clear()
+                        self._gradients.clear()  # leaving the block reduces what it finds
                         raise
                 if self.stage == 0:
                     self.engine.allreduce_gradients()

@@ -32,12 +32,9 @@ def write_timeline(
         simulated: what the picture shows above; None: no picture.
         busiest: the data-parallel rank of the picture.
     """
-    scored = sum(action.kind != "idle" for action in planned.scoring)
-    times = timers.spans(PHASES, since="step")
     actions = sum(action.kind != "idle" for action in planned.order)
-    if len(times) > actions:
-        assert len(times) == actions + scored, "one span per action"
-        times = times[scored:]
+    times = timers.spans(PHASES, since="step")
+    times = times[len(times) - actions :]  # a scoring pass comes first
     place = (groups.dp.rank, groups.pp.rank, groups.cp.rank, groups.tp.rank)
     every: list[tuple[tuple[int, int, int, int], tuple[Action, ...], Times]] | None = None
     if dist.get_rank() == 0:
@@ -47,8 +44,9 @@ def write_timeline(
         return
     path.parent.mkdir(parents=True, exist_ok=True)
     units = planned.plan.ranks
+    every.sort(key=lambda entry: entry[0])
     events = []
-    for row, ((dp, pp, cp, tp), order, mine) in enumerate(sorted(every, key=lambda entry: entry[0])):
+    for row, ((dp, pp, cp, tp), order, mine) in enumerate(every):
         trace = chrome_trace(
             recorded([order], units[dp].units, [mine]), microseconds=1e6, rows=[f"dp {dp} pp {pp} cp {cp} tp {tp}"]
         )
@@ -56,8 +54,7 @@ def write_timeline(
     path.with_suffix(".json").write_text(json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}))
     if simulated is None:
         return
-    stages = [entry for entry in sorted(every, key=lambda entry: entry[0]) if entry[0][0] == busiest]
-    stages = [entry for entry in stages if entry[0][2:] == (0, 0)]
+    stages = [entry for entry in every if entry[0][0] == busiest and entry[0][2:] == (0, 0)]
     measured = recorded([order for _, order, _ in stages], units[busiest].units, [mine for *_, mine in stages])
     title = f"{path.name}, data-parallel rank {busiest}: simulated"
     picture(simulated, path.with_suffix(".png"), title=title, measured=measured)

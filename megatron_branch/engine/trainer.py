@@ -173,7 +173,7 @@ class Trainer:
                 self._doing = "checkpoint"
                 with self.timers("checkpoint"):
                     saved = self.checkpoint(number, tracker.wandb_id)
-        except Exception:
+        except BaseException:
             with suppress(OSError):  # what filled the disk is the checkpoint; its error is the one to read
                 tracker.log(number, row | self.timers.take())
             raise
