@@ -88,11 +88,11 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     with host.accumulate():
         worker.run(step)
     dist.barrier()
-    predicted = fullest_rank(config, worker.arch, step.plan, device=device.type)
+    predicted = fullest_rank(config, worker.arch, step.plan, device=device.type).count
     result: dict[str, Any] = {
         "seconds": time.perf_counter() - start,
         "state_bytes": dict(worker.runtime.store.count.peak),
-        "predicted_state_bytes": predicted,
+        "predicted_state_bytes": dict(predicted.peak),
         "resident_before_bytes": before,
         "resident_peak_bytes": _resident("VmHWM"),
         "executed_flops": plan_flops(step.plan, step.trees, worker.arch.shape()).executed,
