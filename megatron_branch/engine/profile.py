@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import torch.distributed as dist
 
@@ -19,14 +20,24 @@ Times = list[tuple[float, float]]
 
 
 def write_timeline(
-    planned: PlannedStep, timers: Timers, groups: Groups, *, path: Path, simulated: Simulation | None, busiest: int
+    planned: PlannedStep,
+    timers: Timers,
+    groups: Groups,
+    *,
+    began: float,
+    path: Path,
+    simulated: Simulation | None,
+    busiest: int,
 ) -> None:
     """Write a step that has just run (collective; rank 0 writes).
 
+    The ranks are put side by side by the time of day, so hosts should keep theirs by NTP.
+
     Args:
         planned: the step; the passes of a scoring pass are left out.
-        timers: hold the marks of the step, which began right after a barrier.
+        timers: hold the marks of the step.
         groups: the axes.
+        began: time of day when this rank's step began, in seconds.
         path: without suffix; `.json` is a Chrome trace with a thread per rank, `.png` the stages of one data-parallel
             rank, simulated and measured.
         simulated: what the picture shows above; None: no picture.
@@ -36,15 +47,20 @@ def write_timeline(
     times = timers.spans(PHASES, since="step")
     times = times[len(times) - actions :]  # a scoring pass comes first
     place = (groups.dp.rank, groups.pp.rank, groups.cp.rank, groups.tp.rank)
-    every: list[tuple[tuple[int, int, int, int], tuple[Action, ...], Times]] | None = None
-    if dist.get_rank() == 0:
-        every = [((0, 0, 0, 0), (), [])] * dist.get_world_size()
-    dist.gather_object((place, planned.order, times), every, dst=0)
-    if every is None:
+    gathered: list[Any] | None = [None] * dist.get_world_size() if dist.get_rank() == 0 else None
+    dist.gather_object((place, planned.order, times, began), gathered, dst=0)
+    if gathered is None:
         return
+    first = min(start for *_, start in gathered)
+    every: list[tuple[tuple[int, int, int, int], tuple[Action, ...], Times]] = sorted(
+        (
+            (place, order, [(start + later - first, end + later - first) for start, end in mine])
+            for place, order, mine, later in gathered
+        ),
+        key=lambda entry: entry[0],
+    )
     path.parent.mkdir(parents=True, exist_ok=True)
     units = planned.plan.ranks
-    every.sort(key=lambda entry: entry[0])
     events = []
     for row, ((dp, pp, cp, tp), order, mine) in enumerate(every):
         trace = chrome_trace(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import random
+import time
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -153,14 +154,13 @@ class Trainer:
         """Plan, run, checkpoint where due, and log the row, also when the checkpoint fails."""
         self._doing = "planning"
         profiled = number <= self.config.tracking.profile_steps
-        if profiled:
-            dist.barrier()  # the ranks' timelines begin together
+        began = time.time()
         with self.timers("step"):
             planned = self._plan(rollouts, number, tracker)
             report = self._tracked_step(planned, number, total_steps, tracker)
         self._doing = "metrics"
         if profiled:
-            self._write_timeline(planned, number, tracker)
+            self._write_timeline(planned, number, tracker, began=began)
         seconds = self.timers.take()
         if number == 1:
             seconds["timing_s/read"] = read_s
@@ -251,12 +251,12 @@ class Trainer:
             self.worker.runtime.progress = progress
             return self.step(planned, number=number, total_steps=total_steps)
 
-    def _write_timeline(self, planned: PlannedStep, number: int, tracker: Tracker) -> None:
+    def _write_timeline(self, planned: PlannedStep, number: int, tracker: Tracker, *, began: float) -> None:
         """The step's actions as they ran (collective)."""
         view = self._outlook(planned)
         path = self.config.tracking.run_dir / "timeline" / f"step_{number}"
         drawn = view.simulation if importlib.util.find_spec("matplotlib") else None
-        write_timeline(planned, self.timers, self.groups, path=path, simulated=drawn, busiest=view.busiest)
+        write_timeline(planned, self.timers, self.groups, began=began, path=path, simulated=drawn, busiest=view.busiest)
         tracker.note("timeline", f"{path}.json" + ("" if drawn is None else f", {path}.png"))
 
     def _outlook(self, planned: PlannedStep) -> Outlook:
