@@ -1,6 +1,7 @@
-"""Write the generated tables of the README: configuration keys, metrics, what is supported, a plan.
+"""Write the generated tables of the README: configuration keys, metrics, what is supported, a plan, benchmarks.
 
-Inputs: the declarations in the package, the support table below and the plan in configs/plans. Outputs: the README,
+Inputs: the declarations in the package, the support table below, the plan in configs/plans and the results in
+tools/bench/results. Outputs: the README,
 each table between its markers `<!-- begin NAME -->` and `<!-- end NAME -->`. With --check nothing is written and a
 stale table is an error (exit 1).
 """
@@ -8,6 +9,7 @@ stale table is an error (exit 1).
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import re
 import sys
@@ -19,6 +21,7 @@ from megatron_branch.config import config_table
 from megatron_branch.tracking.metrics import metrics_table
 
 ROOT = Path(__file__).parents[1]
+RESULTS = ROOT / "tools" / "bench" / "results"
 
 
 class Support(NamedTuple):
@@ -147,6 +150,53 @@ def plan_table(path: Path = ROOT / "configs" / "plans" / "qwen3_8b_8xh20_2m.json
     return "\n".join(lines)
 
 
+def speed_table(path: Path = RESULTS / "speed.json") -> str:
+    """The sweep `speed` as Markdown."""
+    lines = [
+        "| P | N | R | mode | times dense speed | bound | share | against dense recomputing | bound | share | MiB |",
+        "|---|---|---|---|---|---|---|---|---|---|---|",
+    ]
+    for row in json.loads(path.read_text(encoding="utf-8"))["cases"]:
+        cells = [f"{row[key]:,}" for key in ("P", "N", "R")] + [row["mode"]]
+        for ratio, bound in (("ratio", "bound"), ("recompute_ratio", "recompute_bound")):
+            cells += [f"{row[ratio]:.2f}x", f"{row[bound]:.2f}x", f"{row[ratio] / row[bound]:.0%}"]
+        lines.append(f"| {' | '.join(cells)} | {row['peak_bytes'] / 2**20:,.0f} |")
+    return "\n".join(lines)
+
+
+def length_table(path: Path = RESULTS / "length.json") -> str:
+    """The runs of `tools/bench/length.py` as Markdown."""
+    lines = [
+        "| positions | gradient | state | seconds | TFLOP | state, MiB a rank | planned | error against dense |",
+        "|---|---|---|---|---|---|---|---|",
+    ]
+    for run in json.loads(path.read_text(encoding="utf-8"))["runs"]:
+        given = run["arguments"]
+        place = next((o.split("=")[1] for o in given["overrides"] if o.startswith("state.placement=")), "device")
+        held, planned = (
+            sum(run[key][kind] for kind in ("state", "adjoint")) / 2**20
+            for key in ("state_bytes", "predicted_state_bytes")
+        )
+        error = f"{run['error_against_dense']:.1e}" if "error_against_dense" in run else ""
+        lines.append(
+            f"| {given['positions']:,} | {given['gradient']} | {place} | {run['seconds']:,.0f} | "
+            f"{run['executed_flops'] / 1e12:.1f} | {held:.2f} | {planned:.2f} | {error} |"
+        )
+    return "\n".join(lines)
+
+
+def slope_table(path: Path = RESULTS / "slope.json") -> str:
+    """How peak memory grows with the length, from runs of `tools/bench/length.py` in order of length, as Markdown."""
+    lines = ["| positions | peak grows by, MiB | state planned to grow by, MiB | ratio |", "|---|---|---|---|"]
+    runs = json.loads(path.read_text(encoding="utf-8"))["runs"]
+    for short, long in itertools.pairwise(runs):
+        grown = long["resident_peak_bytes"] - short["resident_peak_bytes"]
+        planned = sum(long["predicted_state_bytes"].values()) - sum(short["predicted_state_bytes"].values())
+        lengths = " to ".join(f"{run['arguments']['positions']:,}" for run in (short, long))
+        lines.append(f"| {lengths} | {grown / 2**20:.1f} | {planned / 2**20:.1f} | {grown / planned:.3f} |")
+    return "\n".join(lines)
+
+
 def fill(text: str, name: str, table: str) -> str:
     """Replace what stands between the markers of a table.
 
@@ -175,6 +225,9 @@ def main(arguments: list[str]) -> int:
             "metrics": metrics_table(),
             "support": support_table(),
             "plan": plan_table(),
+            "speed": speed_table(),
+            "length": length_table(),
+            "slope": slope_table(),
         }
         for name, table in tables.items():
             new = fill(new, name, table)

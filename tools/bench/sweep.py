@@ -6,6 +6,7 @@ speed      the sizes that the speed is judged by, in all modes
 rollouts   number of rollouts N at P = 2048, R = 128
 prompt     prompt length P at N = 8, R = 128
 depth      the same prompt as 1, 2 and 3 nested nodes
+gate       prompts so short that sharing hardly pays
 tails      many short tails against one of as many tokens
 cp         one rank with one thread against two context-parallel ranks with one thread each, at P = 16384
 
@@ -42,6 +43,7 @@ SWEEPS = {
     "rollouts": Sweep(tuple((2048, count, 128, 1) for count in (1, 2, 4, 8, 16, 32)), OURS),
     "prompt": Sweep(tuple((prompt, 8, 128, 1) for prompt in (64, 256, 1024, 2048, 4096, 8192)), OURS),
     "depth": Sweep(tuple((2048, 8, 128, depth) for depth in (1, 2, 3)), OURS),
+    "gate": Sweep(tuple((prompt, 2, 128, 1) for prompt in (16, 64)), ("dense", "exact")),
     "tails": Sweep(((2048, 32, 16, 1), (2048, 1, 512, 1)), ("dense", "exact")),
 }
 
