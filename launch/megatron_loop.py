@@ -52,13 +52,8 @@ def language_model_loss(batch: dict[str, Any], losses: torch.Tensor) -> tuple[to
 def forward_step(data_iterator: Iterator[Any], model: Any) -> tuple[torch.Tensor, Any]:
     """Megatron's; for a pass of a tree the batch also has `packed_seq_params`."""
     batch = next(data_iterator)
-    losses = model(
-        batch["tokens"],
-        batch["position_ids"],
-        batch["attention_mask"],
-        labels=batch["labels"],
-        packed_seq_params=batch.get("packed_seq_params"),  # trees
-    )
+    inputs = batch["tokens"], batch["position_ids"], batch["attention_mask"]
+    losses = model(*inputs, labels=batch["labels"], packed_seq_params=batch.get("packed_seq_params"))  # trees
     return losses, partial(policy_loss if "weight" in batch else language_model_loss, batch)
 
 
@@ -87,6 +82,7 @@ def build(options: argparse.Namespace, device: torch.device) -> tuple[Any, Any]:
         params_dtype=dtype,
         pipeline_dtype=dtype,
         bf16=dtype is torch.bfloat16,
+        use_cpu_initialization=device.type == "cpu",
     )
     model: Any = GPTModel(
         config,
@@ -113,7 +109,7 @@ def build(options: argparse.Namespace, device: torch.device) -> tuple[Any, Any]:
 def main() -> None:
     """Train; every other step on trees."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    for name, default in (("tp", 1), ("pp", 1), ("steps", 4)):
+    for name, default in {"tp": 1, "pp": 1, "steps": 4}.items():
         parser.add_argument(f"--{name}", type=int, default=default)
     parser.add_argument("--local_rank", type=int, help="given by launchers; the environment decides")
     options = parser.parse_args()

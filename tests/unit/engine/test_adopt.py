@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 from megatron.core.distributed.data_parallel_base import _BaseDataParallel
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
@@ -88,8 +89,8 @@ def test_names_are_imported_at_first_use() -> None:
 
 
 def config(**settings: Any) -> TransformerConfig:
-    plain = {"num_layers": 1, "hidden_size": 8, "num_attention_heads": 2, "num_query_groups": 1}
-    return TransformerConfig(**plain, hidden_dropout=0.0, attention_dropout=0.0, **settings)
+    plain = {"num_layers": 1, "hidden_size": 8, "num_attention_heads": 2, "num_query_groups": 1} | settings
+    return TransformerConfig(**plain, hidden_dropout=0.0, attention_dropout=0.0)
 
 
 def gpt(*, adopted: bool = True, positions: str = "rope", **settings: Any) -> GPTModel:
@@ -140,6 +141,11 @@ def refusals() -> dict[str, str]:
         attempt("non-loss", lambda: run(model, collect_non_loss_data=True, forward_only=True))
         host = MegatronHost(model)
         attempt("wrapper", lambda: MegatronHost(OtherWrapper(model.config, model)))
+        gather = DistributedDataParallelConfig(use_distributed_optimizer=True, overlap_param_gather=True)
+        wrapped = DistributedDataParallel.__new__(DistributedDataParallel)  # the whole one needs CUDA streams
+        torch.nn.Module.__init__(wrapped)
+        wrapped.ddp_config = gather
+        attempt("gathering", lambda: MegatronHost(wrapped))
         attempt("three values", lambda: host.final(lambda output: (output, 3, {}))(torch.ones(())))
         said["no logits"] = str(_post_process(host, model))
         for name in SUPPORTED:
@@ -176,7 +182,28 @@ def test_what_cannot_be_computed_is_refused_by_name() -> None:
         "chunks": "interleaved",
         "wrapper": "OtherWrapper",
         "non-loss": "collect_non_loss_data",
+        "gathering": "overlap_param_gather",
         "three values": "calculate_per_token_loss",
     }
     for name, answer in said.items():
         assert words.get(name, f"{name}=other") in answer, name
+
+
+def too_few_heads() -> str:
+    """What the planner says to one head for two ranks that exchange heads."""
+    host_cpu.enter()
+    build_groups(dp=1, cp=2, tp=1, pp=1)
+    model_parallel_cuda_manual_seed(1)
+    model = gpt(num_attention_heads=1)
+    adopt(model)
+    try:
+        with pytest.raises(ValueError) as raised:
+            make_planner(model, ulysses=2)
+        return str(raised.value)
+    finally:
+        leave_layout()
+
+
+def test_heads_that_ulysses_cannot_exchange_are_refused_by_the_planner() -> None:
+    for said in run_ranks(2, too_few_heads):
+        assert "over 2 ranks" in said and "1 attention heads" in said
