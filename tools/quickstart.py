@@ -238,6 +238,8 @@ def quickstart(job: Job) -> None:
     with stage("the first step again, dense"):
         dense = train(job, [f"{key}={value}" for key, value in DENSE.items()], job.dense_dir)
     found = outputs(job)
+    with stage("the report"):
+        run(["tools/report.py", str(job.run_dir)])
     with stage("the exported checkpoint in transformers"):
         print(load_result(job, found["Hugging Face checkpoint"]))
     print("\n== done")

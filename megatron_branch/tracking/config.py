@@ -15,7 +15,7 @@ class TrackingConfig(BaseModel):
 
     run_dir: Path = Field(
         default=Path("runs/default"),
-        description="folder of the run: metrics.jsonl, checkpoints/, wandb/, pictures, timeline/",
+        description="folder of the run: metrics.jsonl, config.yaml, checkpoints/, wandb/, pictures, timeline/",
     )
     name: str | None = Field(default=None, description="name of the run; null: the last part of `tracking.run_dir`")
     wandb: Literal["online", "offline", "disabled"] = Field(

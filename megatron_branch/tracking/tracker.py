@@ -7,12 +7,15 @@ from contextlib import contextmanager
 from types import TracebackType
 from typing import Any, Protocol
 
+import yaml
+
 from megatron_branch.tracking.config import TrackingConfig
 from megatron_branch.tracking.console import Console, Header
 from megatron_branch.tracking.jsonl import JsonlSink
 from megatron_branch.tracking.metrics import check_keys
 
 METRICS_FILE = "metrics.jsonl"
+CONFIG_FILE = "config.yaml"
 
 
 class Sink(Protocol):
@@ -109,7 +112,7 @@ def make_tracker(
         config: the section `tracking`.
         writer: this is the one rank that writes; it needs the values, wherever the loss is computed.
         steps: the run's last step.
-        run_config: the whole configuration as plain values, shown by W&B.
+        run_config: the whole configuration as plain values, written to config.yaml and shown by W&B.
         first_step: the step this process starts with; more than 1 when it resumes.
         wandb_id: the W&B run to continue, from the checkpoint.
 
@@ -119,6 +122,8 @@ def make_tracker(
     if not writer:
         return Tracker()
     sinks: list[Sink] = [JsonlSink(config.run_dir / METRICS_FILE, first_step=first_step)]
+    text = yaml.safe_dump(dict(run_config), sort_keys=False)
+    (config.run_dir / CONFIG_FILE).write_text(text, encoding="utf-8")
     if config.wandb == "disabled":
         return Tracker(sinks, console=Console(steps=steps))
     from megatron_branch.tracking.wandb_sink import WandbSink  # costs seconds, and a run without W&B needs none of it

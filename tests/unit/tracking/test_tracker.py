@@ -64,10 +64,11 @@ def test_closing_reaches_every_sink_and_tells_of_failure() -> None:
 
 
 def test_metrics_and_console_without_wandb(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    with make_tracker(TrackingConfig(run_dir=tmp_path), writer=True, steps=2, run_config={}) as tracker:
+    with make_tracker(TrackingConfig(run_dir=tmp_path), writer=True, steps=2, run_config={"steps": 2}) as tracker:
         tracker.log(1, {"perf/time_per_step": 2.0, "actor/pg_loss": 0.5})
     assert read_metrics(tmp_path / "metrics.jsonl") == [
         {"training/global_step": 1, "perf/time_per_step": 2.0, "actor/pg_loss": 0.5}
     ]
     assert capsys.readouterr().out == "step 1/2 | 2 s | loss 0.5 | eta 2s\n"
-    assert [entry.name for entry in tmp_path.iterdir()] == ["metrics.jsonl"]
+    assert {entry.name for entry in tmp_path.iterdir()} == {"config.yaml", "metrics.jsonl"}
+    assert (tmp_path / "config.yaml").read_text() == "steps: 2\n"
