@@ -140,11 +140,12 @@ def plan_table(path: Path = ROOT / "configs" / "plans" / "qwen3_8b_8xh20_2m.json
         lines.append(f"| {kind} | " + " | ".join(f"{value:,.0f}" for value in shown) + " |")
     parallel, assumed = config["parallel"], ", ".join(f"{name} {value:g}" for name, value in plan["assumed"].items())
     mesh = ", ".join(f"{axis} {parallel[axis]}" for axis in ("tp", "cp", "pp", "dp"))
+    often = " reduced in every pass" if config["zero"]["reduce"] == "pass" else ""
     kept = ", ".join(f"{kind} on the {place}" for kind, place in winner["placement"].items())
     lines += [
         "",
         f"One step: {seconds['total']:,.0f} s. Layout: {mesh}, {parallel.get('cp_mode', 'pass_q')}, "
-        f"ZeRO {config['zero']['stage']}, chunks of {config['branch']['chunk_tokens']:,} tokens; {kept}. "
+        f"ZeRO {config['zero']['stage']}{often}, chunks of {config['branch']['chunk_tokens']:,} tokens; {kept}. "
         f"Assumed: {assumed}.",
     ]
     return "\n".join(lines)

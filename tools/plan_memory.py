@@ -166,8 +166,9 @@ def one_line(candidate: Candidate) -> str:
     """A candidate in a table of candidates."""
     config, sizes = candidate.config, candidate.config.parallel
     layout = f"tp {sizes.tp} cp {sizes.cp} pp {sizes.pp} dp {sizes.dp}"
+    zero = f"ZeRO {config.zero.stage}" + (", reduced in every pass" if config.zero.reduce == "pass" else "")
     return (
-        f"{layout:<24} ZeRO {config.zero.stage}  chunk {config.branch.chunk_tokens:>7,}  {candidate.placement!s:<50}"
+        f"{layout:<24} {zero}  chunk {config.branch.chunk_tokens:>7,}  {candidate.placement!s:<50}"
         f"  device {bytes_text(candidate.fullest.peak):>10}"
     )
 
@@ -196,7 +197,7 @@ def report(options: argparse.Namespace, machine: Machine, found: Found) -> str:
         assert winner.seconds is not None
         lines += ["", "fastest that fits: " + one_line(winner), "", bytes_table(winner, machine.room)]
         lines += ["", seconds_table(winner.seconds), "", "configuration:", yaml_text(winner)]
-        lines += ["next best, each of another mesh or ZeRO stage:"]
+        lines += ["next best, each of another mesh, ZeRO stage or time of reduction:"]
         lines += [f"  {c.seconds.total if c.seconds else 0:>10,.1f} s  {one_line(c)}" for c in runners_up(found)]
     if found.closest:
         lines += ["", "meshes that do not fit, each as close as it comes:"]
@@ -207,11 +208,11 @@ def report(options: argparse.Namespace, machine: Machine, found: Found) -> str:
 
 
 def runners_up(found: Found) -> list[Candidate]:
-    """The fastest of each other mesh and ZeRO stage."""
+    """The fastest of each other mesh, ZeRO stage and time of reduction."""
     best: dict[Any, Candidate] = {}
     for candidate in found.fitting:
-        sizes = candidate.config.parallel
-        best.setdefault((sizes.tp, sizes.cp, sizes.pp, sizes.dp, candidate.config.zero.stage), candidate)
+        sizes, zero = candidate.config.parallel, candidate.config.zero
+        best.setdefault((sizes.tp, sizes.cp, sizes.pp, sizes.dp, zero.stage, zero.reduce), candidate)
     return list(best.values())[1 : 1 + RUNNERS_UP]
 
 

@@ -279,10 +279,14 @@ class Estimate:
         return stages
 
     def _update_seconds(self, stage: int, hardware: Hardware, assumed: Assumptions, zero: int) -> float:
-        """Gradients are summed in float32 over the ranks with the same shard; then the optimizer reads its memory."""
+        """Gradients are summed in float32 over the ranks with the same shard, once or in every pass that goes backward;
+        then the optimizer reads its memory.
+        """
         elements, others = sum(self._elements[stage]), (self.replicas - 1) / self.replicas
         owned = elements if zero == 0 else elements / self.replicas
         weights = 0 if zero in (0, 3) else elements * self.split.dtype_bytes
-        reduced = elements * self.split.precise * (2 if zero == 0 else 1)
+        backwards = sum(action.kind != "idle" and action.phase != "forward" for action in self.orders[stage])
+        times = backwards if self.config.zero.reduce == "pass" else 1
+        reduced = elements * self.split.precise * (2 if zero == 0 else 1) * times
         moved = (reduced + weights) * others / (hardware.link_rate * assumed.link)
         return moved + owned * UPDATE_BYTES_PER_ELEMENT / hardware.memory_rate

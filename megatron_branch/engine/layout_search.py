@@ -31,6 +31,10 @@ CHUNKS = (2048, 4096, 8192, 16384, 32768, 65536, 131072)
 BUDGET_STEP = 2**30
 RETAIN_TRIES = 12
 CLOSE = 1.01  # the assumptions are no better than that
+ZEROS: tuple[dict[str, Any], ...] = (
+    *({"stage": stage, "reduce": "step"} for stage in range(4)),
+    *({"stage": stage, "reduce": "pass"} for stage in (2, 3)),
+)
 MOST_UNITS = 140  # of one tree: plans of more passes take long to look at
 
 
@@ -152,9 +156,9 @@ class LayoutSearch:
 
     def __init__(self, arch: Architecture, step: StepShape, machine: Machine, values: Mapping[str, Any]) -> None:
         self.arch, self.step, self.machine, self.values = arch, step, machine, values
-        make_config(values)
+        config = make_config(values)
         self.rollouts = step.rows()
-        self._trees: tuple[Tree, ...] = build_trees(self.rollouts)
+        self._trees: tuple[Tree, ...] = build_trees(self.rollouts, share=config.branch.gradient != "dense")
         self._plans: dict[Any, BusiestRank] = {}
         self._estimates: dict[Any, Estimate] = {}
         self._placements: dict[Any, list[Placement]] = {}
@@ -234,7 +238,7 @@ class LayoutSearch:
 
     def _weigh(self, values: Mapping[str, Any], config: Config, placement: Placement) -> Candidate:
         zero = config.zero.stage
-        key = config.model_copy(update={"zero": ZeroConfig()}), placement
+        key = config.model_copy(update={"zero": ZeroConfig(reduce=config.zero.reduce)}), placement
         if key not in self._estimates:
             known = self._counts.setdefault((_unaffected(config), placement), {})
             step = self._planned(config)
@@ -284,12 +288,12 @@ class LayoutSearch:
         """Every combination of the axes that are not given, as nested values."""
         tokens = self.step.prompt + self.step.rollouts * self.step.response
         chunks = [chunk for chunk in CHUNKS if tokens / chunk < MOST_UNITS]
-        for (tp, cp, pp, dp), zero, chunk in product(self._meshes(), range(4), chunks):
+        for (tp, cp, pp, dp), zero, chunk in product(self._meshes(), ZEROS, chunks):
             for ulysses, again in product([size for size in range(1, cp + 1) if cp % size == 0], (False, True)):
                 heads = {} if ulysses == 1 else {"cp_mode": "ulysses", "ulysses_size": ulysses}
                 searched = {
                     "parallel": {"tp": tp, "cp": cp, "pp": pp, "dp": dp, **heads},
-                    "zero": {"stage": zero},
+                    "zero": zero,
                     "branch": {"chunk_tokens": chunk, "pack_tokens": chunk, "recompute_layers": again},
                 }
                 if _agrees(searched, self.values):

@@ -60,6 +60,26 @@ def test_what_is_given_is_not_searched(tmp_path: Path) -> None:
         assert config["branch"]["chunk_tokens"] == 4096 and config["branch"]["recompute_layers"] is True
 
 
+def test_gradients_are_reduced_in_every_pass_where_their_bytes_decide(tmp_path: Path) -> None:
+    asked = ["--model", "qwen3_14b", "--hardware", "4xH20", *STEP, "--tp", "1", "--pp", "1", "--chunk_tokens", "4096"]
+    result = planned(tmp_path, *asked)
+    assert {candidate["config"]["zero"]["reduce"] for candidate in [result["winner"], *result["runners_up"]]} == {
+        "pass"
+    }
+    assert planned(tmp_path, *asked, "zero.reduce=step")["winner"] is None
+
+
+def test_where_both_fit_gradients_are_reduced_once(tmp_path: Path) -> None:
+    """Traffic decides: as often as there are backward passes against once."""
+    asked = ["--model", "qwen3_1_7b", "--hardware", "2xH20", *STEP, "--tp", "1", "--pp", "1", "--chunk_tokens", "4096"]
+    once, often = (
+        planned(tmp_path, *asked, "--zero", "2", f"zero.reduce={name}")["winner"] for name in ("step", "pass")
+    )
+    assert often["bytes"][0]["device"]["gradients"] < once["bytes"][0]["device"]["gradients"]
+    assert often["seconds"]["update"] > 2 * once["seconds"]["update"]
+    assert planned(tmp_path, *asked, "--zero", "2")["winner"]["config"]["zero"]["reduce"] == "step"
+
+
 def test_what_does_not_fit_is_explained(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     fixed = ["--tp", "1", "--chunk_tokens", "4096"]
     result = planned(tmp_path, "--model", "qwen3_32b", "--hardware", "1xA100", *STEP, *fixed)
