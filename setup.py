@@ -42,6 +42,7 @@ setup(
         "pydantic>=2.7",
         "PyYAML>=6",
         "rich>=13.7",
+        "psutil>=5.9",
         "wandb>=0.31",
     ],
     extras_require=EXTRAS,

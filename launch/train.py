@@ -20,9 +20,6 @@ from megatron_branch.config import Config, load_config
 from megatron_branch.engine.deepspeed_config import with_deepspeed_file
 from megatron_branch.engine.quiet import silence_missing_accelerators
 
-# What a rank says that only lost another one: NCCL's and gloo's words.
-LOST_PEER = ("Connection closed by peer", "Connection reset by peer", "remote process exited")
-
 
 class Parser(argparse.ArgumentParser):
     """Reports like any other fault: once, not once per rank."""
@@ -45,7 +42,7 @@ def parse(arguments: list[str]) -> argparse.Namespace:
 
 
 def main(arguments: list[str]) -> int:
-    """Run; 0 on success, 1 after one clear message where the user can put it right, or after saying where it failed."""
+    """Run; 0 on success, 1 after one clear message: what to put right, or where it failed; 143 after a signal."""
     rank, world_size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
     silence_missing_accelerators()
     try:
@@ -61,12 +58,13 @@ def main(arguments: list[str]) -> int:
         from megatron_branch.engine.checked import check_run
 
         checked, data = check_run(config, world_size=world_size)
-        train(config, content, checked, data)
+        return train(config, content, checked, data)
     except ValueError as error:
         return refuse(error, rank)
     except Exception as error:
-        return fail(error, rank)
-    return 0
+        traceback.print_exception(error)
+        print(f"train.py: rank {rank}: start: {error}", file=sys.stderr, flush=True)
+        return 1
 
 
 def refuse(error: ValueError, rank: int) -> int:
@@ -77,26 +75,16 @@ def refuse(error: ValueError, rank: int) -> int:
     return 1
 
 
-def fail(error: Exception, rank: int) -> int:
-    """The traceback, then one line with the rank; only that line from a rank that merely lost another one."""
-    text = str(error)
-    if any(words in text for words in LOST_PEER):
-        text = f"{getattr(error, 'place', 'start')}: another rank ended first; the cause is what that one says"
-    else:
-        traceback.print_exception(error)
-    print(f"train.py: rank {rank}: {text}", file=sys.stderr, flush=True)
-    return 1
-
-
-def train(config: Config, content: dict[str, Any], checked: Any, data: Any) -> None:
-    """Everything that needs torch.distributed."""
+def train(config: Config, content: dict[str, Any], checked: Any, data: Any) -> int:
+    """Everything that needs torch.distributed; 143 if a signal ended it early."""
     import torch
     import torch.distributed as dist
 
     from megatron_branch.engine import host_cpu
-    from megatron_branch.engine.groups import build_groups
+    from megatron_branch.engine.groups import LONGEST_WAIT, build_groups
     from megatron_branch.engine.room import check_room
     from megatron_branch.engine.trainer import Trainer
+    from megatron_branch.engine.watchdog import Watchdog, shared_store
 
     if torch.cuda.is_available():
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
@@ -108,13 +96,24 @@ def train(config: Config, content: dict[str, Any], checked: Any, data: Any) -> N
     world = int(os.environ["WORLD_SIZE"])
     check_room(config, checked.arch, data.steps, device=device.type, world_size=world, ranks_here=here)
     backend = "nccl" if device.type == "cuda" else "gloo"
-    dist.init_process_group(backend, timeout=timedelta(seconds=config.timeout_s))
+    store, rank, world = next(dist.rendezvous("env://", timeout=timedelta(seconds=config.timeout_s)))
+    dist.init_process_group(backend, store=store, rank=rank, world_size=world, timeout=LONGEST_WAIT)
     sizes = config.parallel
     dp = sizes.data_parallel(dist.get_world_size())
-    groups = build_groups(dp=dp, cp=sizes.cp, tp=sizes.tp, pp=sizes.pp, ulysses=sizes.ulysses)
-    trainer = Trainer(config, checked, groups=groups, device=device, deepspeed_content=content)
-    trainer.train(data.steps, read_s=data.read_s, left_out=data.left_out)
+    shared = shared_store(os.environ["MASTER_ADDR"])
+    with Watchdog(shared, rank=rank, world_size=world, timeout_s=config.timeout_s) as watchdog:
+        try:
+            groups = build_groups(
+                dp=dp, cp=sizes.cp, tp=sizes.tp, pp=sizes.pp, ulysses=sizes.ulysses, wait=LONGEST_WAIT
+            )
+            trainer = Trainer(config, checked, groups=groups, device=device, deepspeed_content=content)
+            stopped = trainer.train(data.steps, read_s=data.read_s, left_out=data.left_out, watchdog=watchdog)
+        except Exception as error:
+            watchdog.report(error)
+            raise SystemExit(1) from None
+    dist.barrier()  # rank 0 serves the others' store until they are done with it
     dist.destroy_process_group()  # not after an error: that would wait for ranks that are gone, and before it is said
+    return 143 if stopped else 0
 
 
 if __name__ == "__main__":

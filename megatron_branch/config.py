@@ -48,7 +48,8 @@ class Config(BaseModel):
     timeout_s: float = Field(
         default=600.0,
         gt=0,
-        description="seconds after which a collective that waits is an error; more than a step takes",
+        description="seconds in which some rank must get on by an action or by another part of a step (planning, a "
+        "checkpoint); else the job hangs, and ends: more than the longest of them; waiting for others is no fault",
     )
 
     @model_validator(mode="after")

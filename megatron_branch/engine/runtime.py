@@ -71,7 +71,7 @@ def build_link(groups: Groups, *, dtype: torch.dtype, device: torch.device, hidd
         every: list[tuple[int, ...] | None] = [None] * dist.get_world_size()
         dist.all_gather_object(every, groups.pp.ranks)
         for ranks in sorted({ranks for ranks in every if ranks is not None}):
-            group = dist.new_group(list(ranks))
+            group = dist.new_group(list(ranks), timeout=groups.wait)
             if ranks == groups.pp.ranks:
                 backward = group
     rank = groups.pp.rank

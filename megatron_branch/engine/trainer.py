@@ -29,8 +29,10 @@ from megatron_branch.engine.model_config import DTYPES
 from megatron_branch.engine.outlook import Outlook, fullest_rank, outlook
 from megatron_branch.engine.planner import PlannedStep
 from megatron_branch.engine.profile import write_timeline
+from megatron_branch.engine.watchdog import Watchdog
 from megatron_branch.engine.worker import Reports, Worker
 from megatron_branch.objective.reduce import actor_metrics, reduce_losses, rollout_metrics
+from megatron_branch.plan.plan import Unit
 from megatron_branch.rollouts.record import Rollout
 from megatron_branch.schedule.actions import Action
 from megatron_branch.schedule.names import action_name
@@ -54,6 +56,12 @@ class StepError(RuntimeError):
     def __init__(self, place: str, cause: Exception) -> None:
         super().__init__(f"{place}: {type(cause).__name__}: {cause}")
         self.place = place
+
+
+def _place(action: Action, units: Sequence[Unit], slot: int) -> str:
+    """An action as an error calls it, with the tree it belongs to."""
+    tree = f"tree {units[action.unit].tree}, " if action.unit >= 0 else ""
+    return f"{tree}action {action_name(action, units)} at slot {slot}"
 
 
 @dataclass(frozen=True)
@@ -118,20 +126,34 @@ class Trainer:
         )
         self.worker.runtime.loss_scale = self.host.loss_scale
         self.consumed_rollouts = 0
-        self._doing = "start"
+        self._watchdog: Watchdog | None = None
+        self._stopping = False
+        self._step, self._doing = "", "start"
 
-    def train(self, steps: Sequence[list[Rollout]], *, read_s: float = 0.0, left_out: str = "") -> None:
+    def train(
+        self,
+        steps: Sequence[list[Rollout]],
+        *,
+        read_s: float = 0.0,
+        left_out: str = "",
+        watchdog: Watchdog | None = None,
+    ) -> bool:
         """Run all optimizer steps, checkpoint and export as configured (collective).
 
         Args:
             steps: the rollouts of each (see `check_run`).
             read_s: seconds that reading them took, for the first row of metrics.
             left_out: what the file holds beside them, to be said once.
+            watchdog: is told where this rank is, and says when to stop.
+
+        Returns:
+            Whether it was asked to stop, and did so before the last step, after a checkpoint.
 
         Raises:
             StepError: a step failed; it says where.
             ValueError: metrics cannot be written, or W&B is required and cannot be reached.
         """
+        self._watchdog = watchdog
         tracking = self.config.tracking
         tracker = make_tracker(
             tracking,
@@ -143,22 +165,26 @@ class Trainer:
             if left_out:
                 tracker.note("data", left_out)
             for number, rollouts in enumerate(steps, 1):
+                self._step = f"step {number}/{len(steps)}"
                 try:
                     self._whole_step(rollouts, tracker, number=number, total_steps=len(steps), read_s=read_s)
                 except Exception as error:
-                    raise StepError(f"step {number}/{len(steps)}, {self._doing}", error) from error
+                    raise StepError(f"{self._step}, {self._doing}", error) from error
+                if self._stopping and number < len(steps):
+                    return True
+        return False
 
     def _whole_step(
         self, rollouts: list[Rollout], tracker: Tracker, *, number: int, total_steps: int, read_s: float
     ) -> None:
         """Plan, run, checkpoint where due, and log the row, also when the checkpoint fails."""
-        self._doing = "planning"
+        self._now("planning")
         profiled = number <= self.config.tracking.profile_steps
         began = time.time()
         with self.timers("step"):
             planned = self._plan(rollouts, number, tracker)
             report = self._tracked_step(planned, number, total_steps, tracker)
-        self._doing = "metrics"
+        self._now("metrics")
         if profiled:
             self._write_timeline(planned, number, tracker, began=began)
         seconds = self.timers.take()
@@ -169,8 +195,9 @@ class Trainer:
         saved: list[Path] = []
         saving, every = self.config.checkpoint, self.config.checkpoint.every_steps
         try:
-            if (every is not None and number % every == 0) or (number == total_steps and saving.at_end):
-                self._doing = "checkpoint"
+            due = every is not None and number % every == 0
+            if due or (number == total_steps and saving.at_end) or (number < total_steps and self._stopping):
+                self._now("checkpoint")
                 with self.timers("checkpoint"):
                     saved = self.checkpoint(number, tracker.wandb_id)
         except BaseException:
@@ -180,6 +207,8 @@ class Trainer:
         tracker.log(number, row | self.timers.take())
         if saved:
             tracker.note("saved", ", ".join(map(str, saved)))
+        if self._stopping and number < total_steps:
+            tracker.note("stopped", f"by a signal, after step {number}/{total_steps}; all of it is in {saved[0]}")
 
     def step(self, planned: PlannedStep, *, number: int, total_steps: int) -> StepReport:
         """One optimizer step: score where asked, forward and backward of every tree, reduce, update."""
@@ -239,17 +268,22 @@ class Trainer:
         slots = planned.order
         if self.config.objective.old_logprobs == "recompute":
             slots = planned.scoring + slots
-        places = [f"action {action_name(action, planned.units)} at slot {at}" for at, action in enumerate(slots)]
+        places = [_place(action, planned.units, slot) for slot, action in enumerate(slots)]
         ahead = iter([*places[1:], "reduction and update"])
 
         def progress(action: Action) -> None:
-            self._doing = next(ahead)
+            self._now(next(ahead))
             advance()
 
-        self._doing = places[0] if places else "reduction and update"
+        self._now(places[0] if places else "reduction and update")
         with tracker.progress(number, len(slots)) as advance:
             self.worker.runtime.progress = progress
             return self.step(planned, number=number, total_steps=total_steps)
+
+    def _now(self, doing: str) -> None:
+        self._doing = doing
+        if self._watchdog is not None:
+            self._watchdog.at(f"{self._step}, {doing}")
 
     def _write_timeline(self, planned: PlannedStep, number: int, tracker: Tracker, *, began: float) -> None:
         """The step's actions as they ran (collective)."""
@@ -275,10 +309,13 @@ class Trainer:
         planned = report.planned
         sums = reduce_losses(total(report.reports, self.device), [self.groups.dp_cp.group, self.groups.pp.group])
         view = self._outlook(planned)
-        peaks = torch.tensor([self.worker.runtime.store.count.peak_total, self._peak_bytes()], dtype=torch.float64)
-        peaks = peaks.to(self.device)
+        stop = self._watchdog is not None and self._watchdog.stop_wanted
+        peaks = torch.tensor(
+            [self.worker.runtime.store.count.peak_total, self._peak_bytes(), stop], dtype=torch.float64
+        ).to(self.device)
         dist.all_reduce(peaks, op=dist.ReduceOp.MAX)
-        state_peak, memory_peak = peaks.tolist()
+        state_peak, memory_peak, stop_anywhere = peaks.tolist()
+        self._stopping = stop_anywhere > 0
         work = StepWork(view.flops.dense, view.executed_flops, planned.plan.logical_tokens)
         time_per_step = seconds["timing_s/step"]
         return {

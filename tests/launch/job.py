@@ -63,6 +63,14 @@ class RunningJob:
             assert time.monotonic() < end, f"no {text!r} within {limit_s} s:\n{self.out()}"
             time.sleep(0.1)
 
+    def signal(self, number: int) -> None:
+        """Signal the launcher that was started, and nothing else."""
+        self._process.send_signal(number)
+
+    def wait_code(self, *, limit_s: float) -> int:
+        """Exit code of the launcher; what it started may still run."""
+        return self._process.wait(limit_s)
+
     def wait(self, *, limit_s: float) -> Job:
         """Wait until it ends."""
         code = None
