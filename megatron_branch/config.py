@@ -66,9 +66,31 @@ class Config(BaseModel):
                 "every pass, and a replay that is a backward alone matches no pass of a rank with other work; "
                 "set branch.activations=recompute, or zero.stage to 2 or less"
             )
+        if self.model.host == "transformers":
+            self._transformers_can()
         if self.steps is not None and self.optimizer.warmup_steps > self.steps:
             raise ValueError(f"optimizer.warmup_steps={self.optimizer.warmup_steps} must not exceed steps={self.steps}")
         return self
+
+    def _transformers_can(self) -> None:
+        """Raise ValueError for a setting that only the Megatron host has."""
+        sizes, branch = self.parallel, self.branch
+        wanted = {
+            f"parallel.tp={sizes.tp}": (sizes.tp > 1, "Hugging Face's layers are not split; set parallel.tp=1"),
+            f"parallel.pp={sizes.pp}": (sizes.pp > 1, "Hugging Face's models have one stage; set parallel.pp=1"),
+            f"branch.activations={branch.activations}": (
+                branch.activations != "recompute",
+                "bytes of retained graphs are known for Megatron's layers only; set branch.activations=recompute",
+            ),
+            "branch.recompute_layers=true": (branch.recompute_layers, "layers are not recomputed; set it to false"),
+            f"model.gguf_file={self.model.gguf_file}": (
+                self.model.gguf_file is not None,
+                "weights are read from safetensors; remove model.gguf_file",
+            ),
+        }
+        for setting, (given, way_out) in wanted.items():
+            if given:
+                raise ValueError(f"{setting} with model.host=transformers: {way_out}, or use model.host=megatron")
 
 
 class _Loader(yaml.SafeLoader):

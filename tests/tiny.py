@@ -15,11 +15,13 @@ from tokenizers.pre_tokenizers import WhitespaceSplit
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
 
 Family = Literal["llama", "qwen2", "qwen3"]
+# Families that only the Transformers host computes.
+Foreign = Literal["olmo2", "phi3", "granite", "mistral", "phi"]
 
 
 def write_tiny_model(
     folder: Path,
-    family: Family,
+    family: Family | Foreign,
     *,
     layers: int = 2,
     hidden: int = 32,
@@ -32,6 +34,7 @@ def write_tiny_model(
     rope: dict[str, Any] | None = None,
     max_positions: int = 512,
     seed: int = 0,
+    extra: dict[str, Any] | None = None,
 ) -> Path:
     """Write config, float32 safetensors and a word-level tokenizer (`t0` .. `t96`) into `folder` and return it.
 
@@ -43,6 +46,7 @@ def write_tiny_model(
         head_dim: None leaves it to the config class (hidden / heads; 128 for qwen3); qwen2 has no such setting, so
             there hidden must be heads x head_dim or `head_dim` None.
         rope: `rope_parameters`; None is the class's default.
+        extra: further settings of the config.
     """
     settings: dict[str, Any] = {
         "num_hidden_layers": layers,
@@ -59,6 +63,7 @@ def write_tiny_model(
     }
     if head_dim is not None and family != "qwen2":
         settings["head_dim"] = head_dim
+    settings |= extra or {}
     if rope is not None:
         settings["rope_parameters"] = rope
     model = AutoModelForCausalLM.from_config(AutoConfig.for_model(family, **settings), dtype=torch.float32)

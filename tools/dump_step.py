@@ -25,7 +25,7 @@ from megatron_branch.engine.local_ranks import LocalRanksError, run_local_ranks
 READ = (
     "objective.", "attention.", "state.", "parallel.ulysses_size", "parallel.sequence_parallel", "branch.pack_tokens",
     "branch.gate", "branch.activations", "branch.activation_budget_bytes", "branch.recompute_layers", "zero.reduce",
-    "model.gguf_file", "seed", "timeout_s",
+    "model.gguf_file", "model.host", "seed", "timeout_s",
 )  # fmt: skip
 
 

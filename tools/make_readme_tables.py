@@ -40,6 +40,30 @@ SUPPORT: tuple[Support, ...] = (
     Support("models", "dropout, MTP heads, quantised weights", "no", "refused by name"),
     Support("models", "RoPE default, linear, llama3, yarn", "yes", "tests/parity/test_hf_reference.py"),
     Support("models", "other RoPE types", "no", "refused by name"),
+    Support(
+        "Transformers host",
+        "Llama, Qwen2, Qwen3, OLMo-2, Phi-3, Granite: dp, cp, ZeRO 0-3; exact, detached, dense",
+        "yes",
+        "tests/parity/test_transformers_host.py",
+    ),
+    Support(
+        "Transformers host",
+        "other dense families with full attention",
+        "untested",
+        "compared with their own attention on 12 tokens at each start; refused where logits differ",
+    ),
+    Support(
+        "Transformers host",
+        "tp, pp, sequence parallel, retained activations, recomputed layers, GGUF",
+        "no",
+        "refused by name",
+    ),
+    Support(
+        "Transformers host",
+        "experts, sliding window, softcaps, sinks, longrope and dynamic RoPE, dropout",
+        "no",
+        "refused by name",
+    ),
     Support("gradient", "exact, detached, dense", "yes", "tests/parity/test_exact.py"),
     Support("activations", "recompute, retain, auto; layers recomputed", "yes", "tests/parity/test_activations.py"),
     Support(

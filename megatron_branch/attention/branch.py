@@ -16,7 +16,9 @@ from megatron_branch.attention.pass_q import pass_q_attention
 from megatron_branch.attention.ulysses import heads_to_tokens, tokens_to_heads
 
 
-def branch_attention(q_tHD: Tensor, k_tGD: Tensor, v_tGD: Tensor, unit: PassDescriptor, layer: int) -> Tensor:
+def branch_attention(
+    q_tHD: Tensor, k_tGD: Tensor, v_tGD: Tensor, unit: PassDescriptor, layer: int, *, scale: float | None = None
+) -> Tensor:
     """Attention of a unit's tokens over its context and itself; differentiable, with the context's gradient added to
     the pages' adjoints as a side effect of the backward.
 
@@ -25,6 +27,7 @@ def branch_attention(q_tHD: Tensor, k_tGD: Tensor, v_tGD: Tensor, unit: PassDesc
         k_tGD, v_tGD: local keys (after the rotary embedding) and values; H is a multiple of G.
         unit: the pass.
         layer: the layer's number, the key into the pages.
+        scale: what scores are multiplied with; None: D ** -0.5.
 
     Returns:
         `[t, H, D]` in the queries' dtype; rows of padding are zero.
@@ -33,7 +36,7 @@ def branch_attention(q_tHD: Tensor, k_tGD: Tensor, v_tGD: Tensor, unit: PassDesc
     if group is not None:
         q_tHD, k_tGD, v_tGD = tokens_to_heads((q_tHD, k_tGD, v_tGD), group)
     unit.take_state(layer, k_tGD, v_tGD)
-    out_tHD = pass_q_attention(q_tHD, k_tGD, v_tGD, unit, layer)
+    out_tHD = pass_q_attention(q_tHD, k_tGD, v_tGD, unit, layer, scale=scale)
     return out_tHD if group is None else heads_to_tokens(out_tHD, group)
 
 

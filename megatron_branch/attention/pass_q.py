@@ -134,6 +134,9 @@ class _BranchAttention(torch.autograd.Function):
         return dq.to(q.dtype), dk.to(q.dtype), dv.to(q.dtype), None, None, None
 
 
-def pass_q_attention(q_tHD: Tensor, k_tGD: Tensor, v_tGD: Tensor, unit: PassDescriptor, layer: int) -> Tensor:
+def pass_q_attention(
+    q_tHD: Tensor, k_tGD: Tensor, v_tGD: Tensor, unit: PassDescriptor, layer: int, *, scale: float | None = None
+) -> Tensor:
     """Attention over the context and the unit itself of the tokens and heads that are here; see `branch_attention`."""
-    return _BranchAttention.apply(q_tHD, k_tGD, v_tGD, unit, layer, q_tHD.shape[-1] ** -0.5)
+    scale = q_tHD.shape[-1] ** -0.5 if scale is None else scale
+    return _BranchAttention.apply(q_tHD, k_tGD, v_tGD, unit, layer, scale)

@@ -59,17 +59,36 @@ class RopeSettings:
 
 
 @dataclass(frozen=True, slots=True)
+class TransformersModules:
+    """A model that is built of its own Hugging Face modules.
+
+    Attributes:
+        model_class: its class.
+        parameters: name and shape of each, tied ones once, in the order of the model.
+        embedding, head: names of the embedding and of the output projection.
+        logit_factor: what the output of the projection is multiplied with.
+    """
+
+    model_class: str
+    parameters: tuple[tuple[str, tuple[int, ...]], ...]
+    embedding: str
+    head: str
+    logit_factor: float
+
+
+@dataclass(frozen=True, slots=True)
 class Architecture:
     """A dense decoder: RMSNorm before attention and before a SwiGLU layer, rotary positions, grouped-query attention.
 
     Attributes:
-        family: key of `FAMILIES`.
+        family: key of `FAMILIES`, or any `model_type` for a model of Hugging Face's modules.
         layers, hidden, ffn, heads, kv_heads, head_dim, vocab: sizes; `vocab` is unpadded.
         tied: the output projection is the embedding.
         qkv_bias, qk_norm: see `Family`.
         norm_eps: epsilon of every RMSNorm.
         rope: rotary positions.
         max_positions: the length that the config declares, in tokens.
+        transformers: for the host of that name; what is said of norms, biases and the MLP above need not hold then.
     """
 
     family: str
@@ -86,6 +105,7 @@ class Architecture:
     norm_eps: float
     rope: RopeSettings
     max_positions: int
+    transformers: TransformersModules | None = None
 
     def shape(self) -> ModelShape:
         """The sizes that costs depend on."""

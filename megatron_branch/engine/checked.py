@@ -12,6 +12,7 @@ from megatron_branch.engine.architecture import Architecture, architecture_from_
 from megatron_branch.engine.convert import check_source
 from megatron_branch.engine.hf_source import Source, open_source
 from megatron_branch.engine.optimizers import check_optimizer
+from megatron_branch.engine.transformers_arch import transformers_architecture
 from megatron_branch.rollouts.groups import RolloutGroups, plan_steps, read_groups
 from megatron_branch.rollouts.reader import read_rollouts
 from megatron_branch.rollouts.record import Rollout
@@ -48,8 +49,12 @@ def check_model(config: Config) -> Checked:
     Raises:
         ValueError: the folder, a setting or the layout cannot be used; the message says what to change.
     """
-    source = open_source(config.model.path, config.model.gguf_file)
-    arch = architecture_from_config(source.config, source=str(source))
+    if config.model.host == "transformers":
+        source = open_source(config.model.path, any_family=True)
+        arch = transformers_architecture(source.config, source=str(source))
+    else:
+        source = open_source(config.model.path, config.model.gguf_file)
+        arch = architecture_from_config(source.config, source=str(source))
     check_layout(arch, tp=config.parallel.tp, pp=config.parallel.pp, ulysses=config.parallel.ulysses)
     check_source(source, arch)
     return Checked(source, arch)

@@ -19,6 +19,11 @@ class ModelConfig(BaseModel):
     path: Path = Field(description="Hugging Face folder: config.json, weights, tokenizer")
     gguf_file: str | None = Field(default=None, description="GGUF file inside `model.path` to read the weights from")
     dtype: Dtype = Field(default="bfloat16", description="precision of weights and activations")
+    host: Literal["megatron", "transformers"] = Field(
+        default="megatron",
+        description="who computes the layers; transformers: the model's own Hugging Face code, any family with full "
+        "attention, over dp and cp",
+    )
 
 
 class ParallelConfig(BaseModel):

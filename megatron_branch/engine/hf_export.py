@@ -95,7 +95,8 @@ def export_tensors(
     partial.mkdir(parents=True)
     _write_weights(weights, arch, partial, dtype, shard_bytes)
     config = copy.deepcopy(source.config)
-    config.architectures = [FAMILIES[arch.family].model_class]
+    modules = arch.transformers
+    config.architectures = [FAMILIES[arch.family].model_class if modules is None else modules.model_class]
     config.dtype = dtype
     config.save_pretrained(partial)
     _write_tokenizer(source, partial)

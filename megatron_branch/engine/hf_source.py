@@ -58,8 +58,13 @@ class Source:
         return str(self.folder if self.gguf_file is None else self.folder / self.gguf_file)
 
 
-def open_source(path: str | Path, gguf_file: str | None = None) -> Source:
+def open_source(path: str | Path, gguf_file: str | None = None, *, any_family: bool = False) -> Source:
     """Open a model folder; nothing but the settings is read yet.
+
+    Args:
+        path: the folder.
+        gguf_file: name of a GGUF file in it.
+        any_family: of safetensors, take any model type that transformers knows.
 
     Raises:
         ValueError: no such folder, settings or weights missing or unreadable, or a model type that is not supported.
@@ -73,7 +78,8 @@ def open_source(path: str | Path, gguf_file: str | None = None) -> Source:
     if not config_file.is_file():
         raise ValueError(f"{folder} has no config.json; give a Hugging Face model folder" + _gguf_hint(folder))
     settings = _read_json(config_file)
-    family_of(settings.get("model_type"), source=str(config_file))  # before transformers acts on an unknown one
+    if not any_family:
+        family_of(settings.get("model_type"), source=str(config_file))  # before transformers acts on an unknown one
     tensors = _SafetensorFiles(_weight_files(folder))
     try:
         config = AutoConfig.from_pretrained(folder)

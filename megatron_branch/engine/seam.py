@@ -7,14 +7,14 @@ prefixes (a `BranchStep`) is run by the branch schedule; anything else goes to M
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from itertools import chain
-from typing import Any
+from typing import Any, Protocol
 
 from megatron.core.pipeline_parallel import get_forward_backward_func as megatron_forward_backward_func
 from torch import Tensor, nn
 
-from megatron_branch.engine.megatron_host import MegatronHost
+from megatron_branch.engine.megatron_host import LossFunction, MegatronHost
 from megatron_branch.engine.pass_batch import pass_batch
 from megatron_branch.engine.planner import BranchStep
 from megatron_branch.schedule.runner import PassInput
@@ -60,7 +60,7 @@ def get_forward_backward_func(pp_size: int | None = None, vp_size: int | None = 
                 raise ValueError("collect_non_loss_data=True is not supported for a BranchStep; use forward_only")
             stage = _only_stage(model)
             host = MegatronHost(stage, pg_collection=pg_collection, force_all_reduce=force_all_reduce)
-            return _run_branch(step, forward_step_func, host, stage, forward_only=forward_only)
+            return run_branch(step, forward_step_func, host, stage, forward_only=forward_only)
         options = {} if pp_size is None and vp_size is None else {"pp_size": pp_size, "vp_size": vp_size}
         return megatron_forward_backward_func(**options)(
             forward_step_func=forward_step_func,
@@ -105,9 +105,30 @@ def _only_stage(model: nn.Module | list[nn.Module]) -> nn.Module:
     return model[0]
 
 
-def _run_branch(
-    step: BranchStep, forward_step_func: Callable[..., Any], host: MegatronHost, model: nn.Module, *, forward_only: bool
+class Host(Protocol):
+    """What is done around the passes of a step, by those whose layers compute them."""
+
+    def step(self, *, forward_only: bool) -> AbstractContextManager[None]:
+        """Around all passes of a step."""
+        ...
+
+    def set_input(self, stage_input: Tensor | None) -> None:
+        """Hand the next pass the hidden states of the stage before; None on the first stage."""
+        ...
+
+    def without_logits(self) -> AbstractContextManager[None]:
+        """The model returns the hidden states inside."""
+        ...
+
+    def final(self, loss_function: LossFunction) -> LossFunction:
+        """A loss function in terms of the runner's."""
+        ...
+
+
+def run_branch(
+    step: BranchStep, forward_step_func: Callable[..., Any], host: Host, model: nn.Module, *, forward_only: bool
 ) -> list[Any]:
+    """Run the branch schedule; see `get_forward_backward_func`."""
     last = step.runtime.groups.last_stage
 
     def forward_step(current: PassInput, stage_input: Tensor | None) -> tuple[Any, Any]:

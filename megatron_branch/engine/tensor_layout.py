@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from megatron_branch.engine.architecture import Architecture, stage_layers
+from megatron_branch.engine.architecture import Architecture, TransformersModules, stage_layers
 from megatron_branch.engine.families import FAMILIES, Kind, Row
 
 Read = Callable[[str, slice, slice], Tensor]
@@ -46,6 +46,8 @@ class Entry:
 
 def model_entries(arch: Architecture, pp: int) -> tuple[Entry, ...]:
     """All parameters of the model, split over `pp` stages, in Hugging Face's order."""
+    if arch.transformers is not None:
+        return _transformers_entries(arch.transformers)
     rows = FAMILIES[arch.family].rows
     entries = [_entry(arch, row, 0) for row in rows if row.place == "embedding"]
     first = 0
@@ -67,7 +69,17 @@ def model_entries(arch: Architecture, pp: int) -> tuple[Entry, ...]:
 
 def head_name(arch: Architecture) -> str:
     """Hugging Face's name of the output projection; tied models have no such tensor of their own."""
+    if arch.transformers is not None:
+        return arch.transformers.head
     return next(row for row in FAMILIES[arch.family].rows if row.place == "head").parts[0].name
+
+
+def _transformers_entries(modules: TransformersModules) -> tuple[Entry, ...]:
+    """Parameters of `TransformersModel`, which has the Hugging Face model as its child `hf`."""
+    return tuple(
+        Entry(f"hf.{name}", "vocab" if name == modules.embedding else "replicated", 0, (name,), (shape,))
+        for name, shape in modules.parameters
+    )
 
 
 def shard(entry: Entry, read: Read, *, arch: Architecture, rank: int, size: int) -> Tensor:

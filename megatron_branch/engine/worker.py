@@ -19,8 +19,10 @@ from megatron_branch.engine.model_config import DTYPES
 from megatron_branch.engine.planner import BranchStep, PlannedStep, Planner
 from megatron_branch.engine.room import room_of_each_rank
 from megatron_branch.engine.runtime import Runtime, build_link, build_store
-from megatron_branch.engine.seam import get_forward_backward_func
+from megatron_branch.engine.seam import get_forward_backward_func, run_branch
 from megatron_branch.engine.sizes import stage_sizes
+from megatron_branch.engine.transformers_host import TransformersHost, TransformersModel, build_transformers_model
+from megatron_branch.engine.transformers_probe import probe
 from megatron_branch.objective.logprobs import HeadSettings
 from megatron_branch.plan.limits import BranchConfig
 from megatron_branch.rollouts.record import Rollout
@@ -52,19 +54,26 @@ class Worker:
             chunk_tokens=config.objective.head_chunk_tokens,
             entropy=True,
         )
-        self.model: BranchGPTModel = build_model(
-            self.arch,
-            groups,
-            dtype=dtype,
-            head=head,
-            device=device,
-            sequence_parallel=config.parallel.sequence_parallel,
-        )
+        kernel = select_kernel(config.attention.backend, device=device, dtype=dtype)
+        self.model: BranchGPTModel | TransformersModel
+        if self.arch.transformers is not None:
+            self.model = build_transformers_model(self.arch, self.source.config, dtype=dtype, head=head, device=device)
+        else:
+            self.model = build_model(
+                self.arch,
+                groups,
+                dtype=dtype,
+                head=head,
+                device=device,
+                sequence_parallel=config.parallel.sequence_parallel,
+            )
         load_weights(self.model, self.source, self.arch, groups)
+        if isinstance(self.model, TransformersModel):
+            probe(self.model, kernel, vocab=self.arch.vocab, source=str(self.source))
         self.sizes = stage_sizes(config, self.arch, device=device.type)
         self.runtime = Runtime(
             groups=groups,
-            kernel=select_kernel(config.attention.backend, device=device, dtype=dtype),
+            kernel=kernel,
             link=build_link(groups, dtype=dtype, device=device, hidden=self.arch.hidden),
             store=build_store(groups, config.state, device=device, sequence_parallel=config.parallel.sequence_parallel),
             timers=timers,
@@ -116,9 +125,13 @@ class Worker:
         return self._run(step, forward_only=False)
 
     def _run(self, step: PlannedStep, *, forward_only: bool) -> Reports:
+        forward_step = BranchForwardStep(self.config.objective)
+        if isinstance(self.model, TransformersModel):
+            work = BranchStep(step, self.runtime)
+            return run_branch(work, forward_step, TransformersHost(), self.model, forward_only=forward_only)
         longest = max((unit.tokens for unit in step.units), default=1)
         return get_forward_backward_func()(
-            forward_step_func=BranchForwardStep(self.config.objective),
+            forward_step_func=forward_step,
             data_iterator=iter((BranchStep(step, self.runtime),)),
             model=[self.model],
             num_microbatches=max(len(step.units), 1),

@@ -49,6 +49,7 @@ class Case:
     budget_bytes: int | None = None
     recompute_layers: bool = False
     gate: bool = False
+    host: str = "megatron"
     objective: tuple[tuple[str, Any], ...] = ()
     state: tuple[tuple[str, Any], ...] = ()
 
@@ -63,7 +64,7 @@ class Case:
         tp, cp, pp, dp = self.layout
         return make_config(
             {
-                "model": {"path": str(self.model), "dtype": self.dtype},
+                "model": {"path": str(self.model), "dtype": self.dtype, "host": self.host},
                 "data": {"rollouts": "unused"},
                 "parallel": {"tp": tp, "cp": cp, "pp": pp, "dp": dp} | self._split(),
                 "branch": {
@@ -88,7 +89,7 @@ class Case:
     def __str__(self) -> str:
         layout = "tp{} cp{} pp{} dp{}".format(*self.layout) + f" ulysses {self.ulysses}"
         layout += " sequence parallel" if self.sequence_parallel else ""
-        settings = [self.model.name, layout, self.gradient, self.dtype]
+        settings = [self.host, self.model.name, layout, self.gradient, self.dtype]
         settings.append(f"{self.activations} {self.budget_bytes} {'layers' if self.recompute_layers else ''}")
         return " ".join(
             [
