@@ -123,6 +123,12 @@ def check_run_dir(config: Config) -> None:
     if not existing.is_dir() or not os.access(existing, os.W_OK | os.X_OK):
         reason = "cannot be written" if existing.is_dir() else "is not a folder"
         raise ValueError(f"tracking.run_dir = {config.tracking.run_dir}: {existing} {reason}; choose another folder")
+    checkpoints = run_dir / "checkpoints"
+    if config.checkpoint.resume is None and any(checkpoints.glob("global_step_*")):
+        raise ValueError(
+            f"tracking.run_dir = {config.tracking.run_dir}: {checkpoints} holds another run's checkpoints; set "
+            "checkpoint.resume=auto to go on with it, or choose another folder"
+        )
     if config.tracking.plot_schedule and importlib.util.find_spec("matplotlib") is None:
         raise ValueError(
             "tracking.plot_schedule = true: matplotlib is not installed; "

@@ -176,6 +176,14 @@ class CheckpointConfig(BaseModel):
     at_end: bool = Field(default=True, description="save after the last step")
     export_hf: bool = Field(default=False, description="write a Hugging Face folder beside every checkpoint")
     keep: int | None = Field(default=None, ge=1, description="newest checkpoints to keep, and their exports; null: all")
+    resume: str | None = Field(
+        default=None,
+        description="auto: go on from the newest checkpoint of `tracking.run_dir`, or begin where there is none; a "
+        "path: from that one; null: begin, in a folder without checkpoints",
+    )
+    on_damaged: Literal["error", "previous"] = Field(
+        default="error", description="a damaged checkpoint is an error, or the newest whole one before it is taken"
+    )
 
     @model_validator(mode="after")
     def _every_setting_has_an_effect(self) -> CheckpointConfig:

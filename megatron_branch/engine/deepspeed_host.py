@@ -14,7 +14,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from pathlib import Path
 from typing import Any
 
 import deepspeed
@@ -29,6 +28,7 @@ from megatron_branch.engine.deepspeed_config import engine_settings
 from megatron_branch.engine.gradient_shards import GradientShards
 from megatron_branch.engine.gradients import Gradients, global_norm
 from megatron_branch.engine.groups import Groups
+from megatron_branch.engine.optimizer_parts import OptimizerParts
 from megatron_branch.engine.optimizers import build_optimizer, learning_rate
 from megatron_branch.schedule.runner import Timers
 from megatron_branch.state.store import StateStore
@@ -240,10 +240,14 @@ class DeepSpeedHost:
             return nullcontext()
         return deepspeed.zero.GatheredParameters([parameter])
 
-    def save(self, folder: Path, tag: str, state: dict[str, Any]) -> None:
-        """Write weights, fp32 masters, moments and `state` under `folder/tag` in DeepSpeed's format (collective)."""
+    def parts(self) -> OptimizerParts:
+        """Access to masters and moments, between steps.
+
+        Raises:
+            ValueError: they cannot be reached.
+        """
         self._store.refuse_inside_step("a checkpoint")
-        self.engine.save_checkpoint(str(folder), tag=tag, client_state=state, save_latest=False)
+        return OptimizerParts(self.engine, self._config.optimizer, self._groups, stage=self.stage)
 
 
 def _partition(parameter: nn.Parameter, elements: int) -> Tensor:

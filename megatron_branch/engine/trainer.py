@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import importlib.util
-import json
 import random
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 import torch.distributed as dist
+from torch import Tensor, nn
 
 from megatron_branch.config import Config
 from megatron_branch.engine.checked import Checked
@@ -29,6 +30,7 @@ from megatron_branch.engine.model_config import DTYPES
 from megatron_branch.engine.outlook import Outlook, fullest_rank, outlook
 from megatron_branch.engine.planner import PlannedStep
 from megatron_branch.engine.profile import write_timeline
+from megatron_branch.engine.resume import MASTERS, find_resume, identity
 from megatron_branch.engine.watchdog import Watchdog
 from megatron_branch.engine.worker import Reports, Worker
 from megatron_branch.objective.reduce import actor_metrics, reduce_losses, rollout_metrics
@@ -80,6 +82,14 @@ class StepReport:
     grad_norm: float
 
 
+def _seed(seed: int, number: int) -> None:
+    """Begin every step from states that a resumed run has too."""
+    mixed = (seed * 1_000_003 + number) % 2**32
+    random.seed(mixed)
+    np.random.seed(mixed)
+    torch.manual_seed(mixed)
+
+
 def _event() -> torch.cuda.Event:
     """A mark in the device's work so far."""
     event = torch.cuda.Event(enable_timing=True)
@@ -113,9 +123,12 @@ class Trainer:
         deepspeed_content: dict[str, Any],
     ) -> None:
         self.config, self.groups, self.device = config, groups, device
+        self.resumed = find_resume(config, checked.arch)
         torch.manual_seed(config.seed)
         self.timers = Timers() if device.type == "cpu" else Timers(_event, seconds=_event_seconds)
         self.worker = Worker(config, checked, groups=groups, device=device, timers=self.timers)
+        if self.resumed is not None:  # DeepSpeed copies the weights into its partitions
+            self.resumed.load(self.worker.model, self.worker.arch, groups, None)
         self.host = DeepSpeedHost(
             self.worker.model,
             config,
@@ -125,10 +138,21 @@ class Trainer:
             deepspeed_content=deepspeed_content,
         )
         self.worker.runtime.loss_scale = self.host.loss_scale
-        self.consumed_rollouts = 0
+        self.consumed_rollouts, self.first_step = 0, 1
+        if self._saves():
+            parts = self.host.parts()
+            if self.resumed is not None:
+                self.resumed.load(self.worker.model, self.worker.arch, groups, parts)
+        if self.resumed is not None:
+            self.consumed_rollouts = self.resumed.state["consumed_rollouts"]
+            self.first_step = self.resumed.step + 1
         self._watchdog: Watchdog | None = None
         self._stopping = False
         self._step, self._doing = "", "start"
+
+    def _saves(self) -> bool:
+        saving = self.config.checkpoint
+        return saving.at_end or saving.every_steps is not None or saving.resume is not None
 
     def train(
         self,
@@ -154,17 +178,27 @@ class Trainer:
             ValueError: metrics cannot be written, or W&B is required and cannot be reached.
         """
         self._watchdog = watchdog
+        if self.first_step > len(steps):
+            raise ValueError(
+                f"checkpoint.resume: the checkpoint is of step {self.first_step - 1}, and the run has {len(steps)}; "
+                "raise steps or data.epochs"
+            )
+        if dist.get_rank() == WRITER and self._saves():
+            _ = self._identity  # of the file as it was read
         tracking = self.config.tracking
         tracker = make_tracker(
             tracking,
             writer=dist.get_rank() == WRITER,
             steps=len(steps),
             run_config=self.config.model_dump(mode="json"),
+            first_step=self.first_step,
+            wandb_id=None if self.resumed is None else self.resumed.state["wandb_id"],
         )
         with tracker:
             if left_out:
                 tracker.note("data", left_out)
-            for number, rollouts in enumerate(steps, 1):
+            self._say_start(tracker)
+            for number, rollouts in enumerate(steps[self.first_step - 1 :], self.first_step):
                 self._step = f"step {number}/{len(steps)}"
                 try:
                     self._whole_step(rollouts, tracker, number=number, total_steps=len(steps), read_s=read_s)
@@ -174,11 +208,23 @@ class Trainer:
                     return True
         return False
 
+    @cached_property
+    def _identity(self) -> dict[str, Any]:
+        return identity(self.config, self.worker.arch)
+
+    def _say_start(self, tracker: Tracker) -> None:
+        if self.resumed is not None:
+            skipped = f" (skipped: {self.resumed.skipped})" if self.resumed.skipped else ""
+            tracker.note("resumed", f"{self.resumed.folder}{skipped}")
+        elif self.config.checkpoint.resume is not None:
+            tracker.note("resumed", "no checkpoint found, beginning at step 1")
+
     def _whole_step(
         self, rollouts: list[Rollout], tracker: Tracker, *, number: int, total_steps: int, read_s: float
     ) -> None:
         """Plan, run, checkpoint where due, and log the row, also when the checkpoint fails."""
         self._now("planning")
+        _seed(self.config.seed, number)
         profiled = number <= self.config.tracking.profile_steps
         began = time.time()
         with self.timers("step"):
@@ -188,7 +234,7 @@ class Trainer:
         if profiled:
             self._write_timeline(planned, number, tracker, began=began)
         seconds = self.timers.take()
-        if number == 1:
+        if number == self.first_step:
             seconds["timing_s/read"] = read_s
         self.consumed_rollouts += len(rollouts)
         row = dict.fromkeys(TIMINGS, 0.0) | self._metrics(report, seconds, number)
@@ -227,14 +273,24 @@ class Trainer:
             the folders written.
         """
         folder = self.config.tracking.run_dir / "checkpoints"
+        parts, worker = self.host.parts(), self.worker
         state = {
-            "step": number,
             "consumed_rollouts": self.consumed_rollouts,
+            "updates": parts.updates(),
             "wandb_id": wandb_id,
-            "config": json.dumps(self.config.model_dump(mode="json")),
-            "random": {"python": random.getstate(), "numpy": np.random.get_state(), "torch": torch.get_rng_state()},
+            "identity": self._identity if dist.get_rank() == WRITER else {},
+            "config": self.config.model_dump(mode="json"),
         }
-        saved = [save_checkpoint(self.host, folder, step=number, state=state, keep=self.config.checkpoint.keep)]
+        dtype = torch.float64 if self.config.model.dtype == "float64" else torch.float32
+
+        def gather(moment: str | None) -> Iterator[tuple[str, Tensor]]:
+            def one(_: str, parameter: nn.Parameter) -> Tensor:
+                return parts.read(parameter, moment)
+
+            return gather_full(worker.model, worker.arch, self.groups, one, dtype=dtype)
+
+        kinds = ((moment or MASTERS, gather(moment)) for moment in (None, *parts.moments))
+        saved = [save_checkpoint(kinds, folder, step=number, state=state, keep=self.config.checkpoint.keep)]
         if self.config.checkpoint.export_hf:
             saved.append(export_folder(saved[0]))
             self.export(saved[1])
@@ -249,7 +305,7 @@ class Trainer:
 
     def _plan(self, rollouts: list[Rollout], number: int, tracker: Tracker) -> PlannedStep:
         planned = self.worker.plan(rollouts)
-        if number == 1:
+        if number == self.first_step:
             view = self._outlook(planned)
             fullest = fullest_rank(
                 self.config,

@@ -16,6 +16,7 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
+from megatron_branch.engine.resume import verify
 from megatron_branch.rollouts.synthetic import SyntheticSpec, synthetic_rollouts, write_rollouts
 from tests.launch.job import ROOT, Job, run_job, start_job
 from tests.tiny import write_tiny_model
@@ -224,20 +225,19 @@ def test_checkpoints_are_whole_and_only_the_newest_stay(context: Run, stages: Ru
         "latest",
     ]
     assert (folder / "latest").read_text().strip() == "global_step_3"
-    for run, shards in ((context, 1), (stages, 2)):
-        files = sorted((run.folder / "checkpoints" / "global_step_3").glob("*model_states.pt"))
-        assert len(files) == shards
-        state = torch.load(files[0], weights_only=False)
-        moments = state["optimizer"]
-        if run is stages:  # ZeRO keeps them apart
-            (file,) = files[0].parent.glob("zero_pp_rank_0_mp_rank_00_optim_states.pt")
-            moments = torch.load(file, weights_only=False)["optimizer_state_dict"]["base_optimizer_state"]
-        assert (state["step"], state["consumed_rollouts"]) == (3, 18)
+    for run in (context, stages):
+        checkpoint = run.folder / "checkpoints" / "global_step_3"
+        state = verify(checkpoint)
+        assert (state["step"], state["consumed_rollouts"], state["updates"]) == (3, 18, 3)
         (logged,) = {record.run.run_id for record in run_records(run.folder) if record.HasField("run")}
         assert state["wandb_id"] == logged
-        assert json.loads(state["config"])["optimizer"]["lr"] == 1e-3
-        assert state["random"].keys() == {"python", "numpy", "torch"}
-        assert any("exp_avg" in of_one for of_one in moments["state"].values())
+        assert state["config"]["optimizer"]["lr"] == 1e-3
+        assert {entry["kind"] for entry in state["files"].values()} == {"masters", "exp_avg", "exp_avg_sq"}
+        (export,) = [load_file(path) for path in (context.folder / "checkpoints").glob("*_3_hf/model.safetensors")]
+        masters = load_file(checkpoint / "masters-00001.safetensors")
+        assert masters.keys() == export.keys()
+        if run is context:
+            assert all(torch.equal(masters[name], export[name]) for name in export)
 
 
 def test_export_loads_with_strict_keys_and_is_trained(place: Path, context: Run) -> None:
