@@ -192,4 +192,8 @@ class CheckpointConfig(BaseModel):
                 "checkpoint.export_hf=true has no effect when no checkpoint is written; "
                 "set checkpoint.at_end=true or checkpoint.every_steps"
             )
+        if self.on_damaged == "previous" and self.resume is None:
+            raise ValueError(
+                "checkpoint.on_damaged=previous has no effect without checkpoint.resume; set it to auto or a path"
+            )
         return self

@@ -254,7 +254,7 @@ class Trainer:
         if saved:
             tracker.note("saved", ", ".join(map(str, saved)))
         if self._stopping and number < total_steps:
-            tracker.note("stopped", f"by a signal, after step {number}/{total_steps}; all of it is in {saved[0]}")
+            tracker.note("stopped", f"by a signal, after step {number}/{total_steps}; checkpoint.resume=auto goes on")
 
     def step(self, planned: PlannedStep, *, number: int, total_steps: int) -> StepReport:
         """One optimizer step: score where asked, forward and backward of every tree, reduce, update."""

@@ -10,6 +10,8 @@ import time
 from pathlib import Path
 
 import pytest
+import torch
+from safetensors.torch import load_file
 
 from megatron_branch.rollouts.synthetic import SyntheticSpec, synthetic_rollouts, write_rollouts
 from tests.launch.job import ROOT, Job, start_job
@@ -81,6 +83,31 @@ def only_message(job: Job) -> str:
     return lines[0]
 
 
+def resumed_as_if_whole(place: Path, config: Path, *, after: int) -> None:
+    """The run goes on behind a step, and ends bit for bit as one that nothing stopped."""
+    whole = place / "whole"
+    if not whole.exists():
+        assert run(*fault(place, "whole", "pass")).code == 0
+    train, arguments = ROOT / "launch" / "train.py", ("--config", str(config), "checkpoint.resume=auto")
+    with start_job(train, *arguments, ranks=2, folder=config.parent) as job:
+        ended = job.wait(limit_s=120)
+    assert ended.code == 0, ended.err
+    assert f"resumed   {config.parent}/checkpoints/global_step_{after}\n" in ended.out
+    assert f"step {after + 1}/3" in ended.out and f"step {after}/3" not in ended.out
+    for kind in ("masters", "exp_avg", "exp_avg_sq"):
+        expected, got = (
+            load_file(folder / "checkpoints" / "global_step_3" / f"{kind}-00001.safetensors")
+            for folder in (whole, config.parent)
+        )
+        assert expected.keys() == got.keys()
+        assert all(torch.equal(expected[name], got[name]) for name in expected), kind
+    losses = [
+        [(row["training/global_step"], row["actor/pg_loss"]) for row in map(json.loads, file.open())]
+        for file in (whole / "metrics.jsonl", config.parent / "metrics.jsonl")
+    ]
+    assert losses[0] == losses[1] and len(losses[0]) == 3
+
+
 PLACE = r"step 2/3, tree \d, action T[\d:.]+ at slot 2: "
 
 
@@ -143,3 +170,17 @@ def test_a_signal_to_one_rank_stops_all_and_the_code_says_so(place: Path) -> Non
     assert ended.left_behind == []
     assert "stopped   by a signal, after step 2/3" in ended.out
     assert (config.parent / "checkpoints" / "latest").read_text() == "global_step_2\n"
+    resumed_as_if_whole(place, config, after=2)
+
+
+def test_a_rank_killed_while_it_saves_leaves_the_checkpoint_before(place: Path) -> None:
+    die = "lambda *_: (time.sleep(2), os.kill(os.getpid(), 9))"
+    text = f"import megatron_branch.engine.checkpoint as c; c.os.rename = {die}"
+    script, config = fault(place, "saving", text, checkpoint={"every_steps": 1})
+    ended = run(script, config)
+    expected = r"train.py: rank 0: step 2/3, checkpoint: its process \d+ has ended without a word .*"
+    assert re.fullmatch(expected, only_message(ended)), ended.err
+    folder = config.parent / "checkpoints"
+    assert sorted(path.name for path in folder.iterdir()) == [".global_step_2.partial", "global_step_1", "latest"]
+    resumed_as_if_whole(place, config, after=1)
+    assert sorted(path.name for path in folder.iterdir()) == [*(f"global_step_{n}" for n in (1, 2, 3)), "latest"]
