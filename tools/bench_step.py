@@ -7,7 +7,8 @@ Outputs: a table, and with --json FILE an object whose `cases` list has P, N, R,
 bound, share_of_bound, peak_bytes. A ratio is dense time over the mode's time, both the fastest of --repeats
 interleaved runs; the bound is dense FLOPs over executed FLOPs by plan/cost.py, which counts every layer whole: a mode
 that leaves out the last layer of a loss-free prefix can pass it. peak_bytes is the peak resident size of the process in
-that mode, from one more run in a fresh process, with an allocator that returns freed memory at once.
+that mode, from one more run in a fresh process, with an allocator that returns freed memory at once; on a GPU it is the
+peak of torch's allocator.
 
 No optimizer step is timed: it is the same for all modes.
 """
@@ -26,7 +27,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+if TYPE_CHECKING:
+    import torch
 
 # A mode is a gradient, and how activations are kept.
 MODES: dict[str, dict[str, Any]] = {
@@ -118,7 +122,6 @@ class Bench:
         import torch
 
         from megatron_branch.config import make_config
-        from megatron_branch.engine import host_cpu
         from megatron_branch.engine.architecture import architecture_from_config
         from megatron_branch.engine.checked import Checked
         from megatron_branch.engine.dump import untimed
@@ -128,9 +131,7 @@ class Bench:
         from megatron_branch.engine.worker import Worker
 
         torch.set_num_threads(options.threads)
-        device = host_cpu.enter()
-        if not torch.distributed.is_initialized():
-            torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+        self.device = alone()
         self.options = options
         self.config = make_config(
             {
@@ -144,7 +145,7 @@ class Bench:
         source = random_source(**{name: getattr(options, name) for name in names})
         checked = Checked(source, architecture_from_config(source.config, source="random"))
         groups = build_groups(dp=1, cp=cp, tp=1, pp=1)
-        self.worker = Worker(self.config, checked, groups=groups, device=device, timers=untimed)
+        self.worker = Worker(self.config, checked, groups=groups, device=self.device, timers=untimed)
         self.host = PlainHost(self.worker.model, groups)
         self.worker.runtime.loss_scale = self.host.loss_scale
 
@@ -196,9 +197,13 @@ class Bench:
             step.run()
 
     def _time(self, step: Runnable) -> float:
+        import torch
+
         gc.collect()
         start = time.perf_counter()
         self._run(step)
+        if self.device.type == "cuda":
+            torch.cuda.synchronize()
         return time.perf_counter() - start
 
     def _times(self, steps: dict[str, Runnable]) -> dict[str, float]:
@@ -210,14 +215,38 @@ class Bench:
         return fastest
 
     def _peak(self, step: Runnable) -> int:
-        """Peak resident size of one run, in bytes (Linux)."""
-        gc.collect()
-        Path("/proc/self/clear_refs").write_text("5")  # starts the kernel's record of the peak anew
-        self._run(step)
-        for line in Path("/proc/self/status").read_text().splitlines():
-            if line.startswith("VmHWM:"):
-                return int(line.split()[1]) * 1024
-        raise AssertionError("/proc/self/status has no VmHWM")
+        return peak_bytes(partial(self._run, step), self.device)
+
+
+def alone() -> torch.device:
+    """Enter a world, of this process alone unless there is one; the device to work on."""
+    import torch
+
+    from megatron_branch.engine import host_cpu
+
+    device = host_cpu.enter()
+    if not torch.distributed.is_initialized():
+        backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
+        torch.distributed.init_process_group(backend, store=torch.distributed.HashStore(), rank=0, world_size=1)
+    return device
+
+
+def peak_bytes(run: Callable[[], object], device: torch.device) -> int:
+    """Peak of one run: of torch's allocator on a GPU, of the resident size of the process on a CPU (Linux)."""
+    import torch
+
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats()
+        run()
+        torch.cuda.synchronize()
+        return torch.cuda.max_memory_allocated()
+    Path("/proc/self/clear_refs").write_text("5")  # starts the kernel's record of the peak anew
+    run()
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.startswith("VmHWM:"):
+            return int(line.split()[1]) * 1024
+    raise AssertionError("/proc/self/status has no VmHWM")
 
 
 def measure_peaks(options: argparse.Namespace, cases: Sequence[Sizes], modes: Sequence[str]) -> dict[Any, int]:

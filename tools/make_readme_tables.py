@@ -130,7 +130,7 @@ SUPPORT: tuple[Support, ...] = (
     ),
     Support("checkpoints", "moments on NVMe, Megatron's torch_dist weights", "no", "refused by name; no such command"),
     Support("machine", "CPU", "yes", "tests/launch/test_training_run.py"),
-    Support("machine", "NVIDIA GPUs", "untested", "not run yet"),
+    Support("machine", "NVIDIA GPUs", "untested", "tools/gpu_check.sh looks at one; not run yet"),
     Support("machine", "several hosts", "untested", "the same code; not run yet"),
     Support("versions", "Python 3.11, megatron-core 0.16.1, DeepSpeed 0.19.8", "yes", "tests/parity/test_exact.py"),
     Support("versions", "Python 3.12, megatron-core 0.19", "untested", "not run yet"),

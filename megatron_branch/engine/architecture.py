@@ -147,13 +147,13 @@ def architecture_from_config(config: PretrainedConfig, *, source: str) -> Archit
     """
     family = family_of(config.model_type, source=source)
     _refuse_unsupported(config, source)
-    heads = _size(config, "num_attention_heads", source)
-    kv_heads = _size(config, "num_key_value_heads", source)
-    hidden = _size(config, "hidden_size", source)
+    heads = positive_size(config, "num_attention_heads", source)
+    kv_heads = positive_size(config, "num_key_value_heads", source)
+    hidden = positive_size(config, "hidden_size", source)
     if heads % kv_heads:
         _refuse(source, "num_key_value_heads", kv_heads, f"must divide num_attention_heads = {heads}", "fix the config")
     if getattr(config, "head_dim", None) is not None:
-        head_dim = _size(config, "head_dim", source)
+        head_dim = positive_size(config, "head_dim", source)
     elif hidden % heads:
         _refuse(source, "hidden_size", hidden, f"not a multiple of num_attention_heads = {heads}", "give head_dim")
     else:
@@ -162,19 +162,19 @@ def architecture_from_config(config: PretrainedConfig, *, source: str) -> Archit
         _refuse(source, "head_dim", head_dim, "rotary positions turn pairs, so it must be even", "fix the config")
     return Architecture(
         family=family.model_type,
-        layers=_size(config, "num_hidden_layers", source),
+        layers=positive_size(config, "num_hidden_layers", source),
         hidden=hidden,
-        ffn=_size(config, "intermediate_size", source),
+        ffn=positive_size(config, "intermediate_size", source),
         heads=heads,
         kv_heads=kv_heads,
         head_dim=head_dim,
-        vocab=_size(config, "vocab_size", source),
+        vocab=positive_size(config, "vocab_size", source),
         tied=bool(config.tie_word_embeddings),
         qkv_bias=family.qkv_bias,
         qk_norm=family.qk_norm,
         norm_eps=float(config.rms_norm_eps),
         rope=_rope_settings(config, source),
-        max_positions=_size(config, "max_position_embeddings", source),
+        max_positions=positive_size(config, "max_position_embeddings", source),
     )
 
 
@@ -224,21 +224,27 @@ def _refuse(source: str, key: str, value: object, rule: str, remedy: str) -> NoR
     raise ValueError(f"{source}: {key} = {value!r} is not supported: {rule}; {remedy}")
 
 
-def _size(config: PretrainedConfig, key: str, source: str) -> int:
+def positive_size(config: PretrainedConfig, key: str, source: str) -> int:
+    """A size of the config; ValueError unless it is a positive integer."""
     value = getattr(config, key, None)
     if not isinstance(value, int) or isinstance(value, bool) or value < 1:
         _refuse(source, key, value, "must be a positive integer", "fix the config")
     return value
 
 
-def _refuse_unsupported(config: PretrainedConfig, source: str) -> None:
-    settings = config.to_dict()
+def refuse_quantised_and_dropout(settings: Mapping[str, Any], source: str) -> None:
+    """Raise ValueError for settings of a config that no host computes."""
     if settings.get("quantization_config"):
         method = settings["quantization_config"].get("quant_method")
         _refuse(source, "quantization_config", method, "weights must be floating point", "use the unquantised model")
     for key, value in settings.items():
         if ("dropout" in key or key.endswith("pdrop")) and value:
             _refuse(source, key, value, "one shared forward pass cannot draw a mask per rollout", "set it to 0")
+
+
+def _refuse_unsupported(config: PretrainedConfig, source: str) -> None:
+    settings = config.to_dict()
+    refuse_quantised_and_dropout(settings, source)
     if config.hidden_act != "silu":
         _refuse(source, "hidden_act", config.hidden_act, "only SwiGLU with silu is computed", "use another model")
     for key in ("attention_bias", "mlp_bias"):

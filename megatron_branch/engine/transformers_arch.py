@@ -11,7 +11,13 @@ import torch
 from torch import nn
 from transformers import AutoModelForCausalLM, PretrainedConfig
 
-from megatron_branch.engine.architecture import Architecture, RopeSettings, TransformersModules
+from megatron_branch.engine.architecture import (
+    Architecture,
+    RopeSettings,
+    TransformersModules,
+    positive_size,
+    refuse_quantised_and_dropout,
+)
 
 # Positions turn by fixed frequencies: passes of one path see different lengths, and others depend on the length.
 _ROPE = ("default", "linear", "llama3", "yarn")
@@ -33,14 +39,14 @@ def transformers_architecture(config: PretrainedConfig, *, source: str) -> Archi
     _refuse_settings(config, source)
     modules = _modules(config, source)
     shapes = dict(modules.parameters)
-    heads = _size(config, "num_attention_heads", source)
-    hidden = _size(config, "hidden_size", source)
+    heads = positive_size(config, "num_attention_heads", source)
+    hidden = positive_size(config, "hidden_size", source)
     given_kv, given_dim = getattr(config, "num_key_value_heads", None), getattr(config, "head_dim", None)
     return Architecture(
         family=config.model_type,
-        layers=_size(config, "num_hidden_layers", source),
+        layers=positive_size(config, "num_hidden_layers", source),
         hidden=hidden,
-        ffn=_size(config, "intermediate_size", source),
+        ffn=positive_size(config, "intermediate_size", source),
         heads=heads,
         kv_heads=heads if given_kv is None else given_kv,
         head_dim=hidden // heads if given_dim is None else given_dim,
@@ -50,19 +56,14 @@ def transformers_architecture(config: PretrainedConfig, *, source: str) -> Archi
         qk_norm=False,
         norm_eps=0.0,
         rope=RopeSettings(_rope_type(config), 0.0),
-        max_positions=_size(config, "max_position_embeddings", source),
+        max_positions=positive_size(config, "max_position_embeddings", source),
         transformers=modules,
     )
 
 
 def _refuse_settings(config: PretrainedConfig, source: str) -> None:
     settings = config.to_dict()
-    if settings.get("quantization_config"):
-        method = settings["quantization_config"].get("quant_method")
-        _refuse(source, "quantization_config", method, "weights must be floating point", "use the unquantised model")
-    for key, value in settings.items():
-        if ("dropout" in key or key.endswith("pdrop")) and value:
-            _refuse(source, key, value, "one shared forward pass cannot draw a mask per rollout", "set it to 0")
+    refuse_quantised_and_dropout(settings, source)
     for key in _SOFT:
         if settings.get(key) is not None:
             _refuse(source, key, settings[key], "attention and logits are plain here", _ANOTHER)
@@ -110,13 +111,6 @@ def _modules(config: PretrainedConfig, source: str) -> TransformersModules:
         head=f"{names[id(head)]}.weight",
         logit_factor=getattr(config, "logit_scale", None) or 1.0 / (getattr(config, "logits_scaling", None) or 1.0),
     )
-
-
-def _size(config: PretrainedConfig, key: str, source: str) -> int:
-    value = getattr(config, key, None)
-    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-        _refuse(source, key, value, "must be a positive integer", "fix the config or " + _ANOTHER)
-    return value
 
 
 def _refuse(source: str, key: str, value: object, rule: str, remedy: str) -> NoReturn:
