@@ -66,6 +66,16 @@ def points(rows: Sequence[Row], key: str) -> list[tuple[int, float]]:
     return [(step, float(value)) for step, value in found if isinstance(value, int | float) and math.isfinite(value)]
 
 
+def short(value: float) -> str:
+    """A number in at most seven characters: 0.0304, 9.2e-07, 1,366, 11.1k, 63.5M."""
+    for factor, suffix in ((1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M"), (1e4, "k")):
+        if abs(value) >= factor:
+            return f"{value / (1e3 if suffix == 'k' else factor):.3g}{suffix}"
+    if abs(value) >= 1e3:
+        return f"{value:,.0f}"
+    return f"{value:.2g}" if abs(value) < 1e-3 else f"{value:.3g}"
+
+
 def curve(metric: Metric, rows: Sequence[Row]) -> str:
     """A metric over the steps, as a figure; empty if no row has a value. Steps without one leave a gap."""
     known = dict(points(rows, metric.key))
@@ -89,9 +99,9 @@ def curve(metric: Metric, rows: Sequence[Row]) -> str:
     if len(known) <= 50:
         spots = [at(step).split(",") for step in known]
         lines += [f'<circle class="dot" cx="{x}" cy="{y}" r="3"/>' for x, y in spots]
-    shown = [f'<text x="55" y="24" text-anchor="end">{high:.3g}</text>'] if high > low else []
+    shown = [f'<text x="55" y="24" text-anchor="end">{short(high)}</text>'] if high > low else []
     shown += [
-        f'<text x="55" y="{134 if high > low else 79}" text-anchor="end">{low:.3g}</text>',
+        f'<text x="55" y="{134 if high > low else 79}" text-anchor="end">{short(low)}</text>',
         f'<text x="60" y="158">step {first}</text><text x="330" y="158" text-anchor="end">{last}</text>',
         '<line class="axis" x1="60" y1="140" x2="330" y2="140"/><line class="axis" x1="60" y1="15" x2="60" y2="140"/>',
     ]
@@ -177,7 +187,7 @@ def page(folder: Path) -> str:
     """
     rows = read_run(folder)
     name = escape(folder.resolve().name)
-    body = [f"<h1>{name}</h1><p>{len(rows)} steps, {rows[0][STEP_KEY]} to {rows[-1][STEP_KEY]}</p>"]
+    body = [f"<h1>{name}</h1><p>{len(rows)} steps, {rows[0][STEP_KEY]:.0f} to {rows[-1][STEP_KEY]:.0f}</p>"]
     for title, prefixes in SECTIONS.items():
         figures = "".join(curve(metric, rows) for metric in METRICS if metric.key.startswith(prefixes))
         extra = savings(rows) if title == "Tokens saved" else ""

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tools.report import main, page, points, read_run
+from tools.report import main, page, points, read_run, short
 
 
 def make_run(folder: Path, *rows: dict[str, object], tail: str = "") -> Path:
@@ -88,3 +88,14 @@ def test_a_broken_timeline_is_named(tmp_path: Path, capsys: pytest.CaptureFixtur
     (run / "timeline/step_1.json").write_text("{}")
     assert main([str(run)]) == 1
     assert "step_1.json: not a timeline" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [
+        (0.0, "0"), (-0.0765, "-0.0765"), (9.23e-07, "9.2e-07"), (999.0, "999"), (1365.5, "1,366"), (-1234.0, "-1,234"),
+        (11097.0, "11.1k"), (123456.0, "123k"), (63544320.0, "63.5M"), (8.16e9, "8.16G"), (1.5e15, "1.5P"),
+    ],
+)  # fmt: skip
+def test_labels_are_short(value: float, text: str) -> None:
+    assert short(value) == text
