@@ -121,6 +121,10 @@ class OptimizerConfig(BaseModel):
     weight_decay: float = Field(default=0.0, ge=0, description="decoupled weight decay (sgd: added to the gradient)")
     momentum: float = Field(default=0.0, ge=0, lt=1, description="momentum of sgd; for no other optimizer")
     clip_grad: float = Field(default=1.0, ge=0, description="largest global gradient norm; 0: clipping off")
+    on_nonfinite: Literal["error", "skip"] = Field(
+        default="error",
+        description="a step whose gradient is not finite ends the run, or changes no weight and is named",
+    )
     schedule: Literal["constant", "linear", "cosine"] = Field(
         default="constant", description="shape of the learning rate after warm-up, down to `optimizer.min_lr`"
     )

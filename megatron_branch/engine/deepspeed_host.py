@@ -164,8 +164,9 @@ class DeepSpeedHost:
         """Raise on every rank, before any weight changes, when a gradient of any rank is not a number."""
         if not self._gradients.finite():
             raise FloatingPointError(
-                "a gradient is NaN or infinite; no weight was changed. Look at the step's advantages and old log-probs "
-                "(a ratio overflows where they are far from the model's), at optimizer.lr and at model.dtype"
+                "a gradient is NaN, infinite or too large for its norm; no weight was changed. Look at the step's "
+                "advantages and old log-probs (a ratio overflows where they are far from the model's), at optimizer.lr "
+                "and at model.dtype"
             )
 
     def _hand_over(self, sums: Gradients) -> None:

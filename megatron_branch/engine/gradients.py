@@ -86,7 +86,7 @@ class Gradients:
         self._sums.pop(name, None)
 
     def finite(self) -> bool:
-        """Whether every rank's gradients are free of NaN and infinity (collective over all ranks)."""
+        """Whether every rank's gradients are finite, their norm too (collective over all ranks)."""
         totals = [total for name in self._parameters if (total := self.of(name)) is not None]
         return all_finite(totals, next(iter(self._parameters.values())).device)
 
@@ -125,11 +125,22 @@ def partial_over(name: str, parameter: nn.Parameter, groups: Groups) -> list[Axi
 
 
 def all_finite(tensors: Iterable[Tensor], device: torch.device) -> bool:
-    """Whether the tensors of every rank are free of NaN and infinity (collective over all ranks)."""
-    bad = [~torch.isfinite(tensor).all() for tensor in tensors]
-    count = (torch.stack(bad).sum() if bad else torch.zeros((), dtype=torch.int64)).to(device)
-    dist.all_reduce(count)
-    return count.item() == 0
+    """Whether the tensors of every rank are finite, and the norm of their sum over ranks can be told in their dtype
+    (collective over all ranks).
+
+    The square of that norm is at most the number of ranks times the sum of all squares, and a tensor's squares sum to
+    at most the largest of them times its elements. Norms of gradients are computed in the gradients' own dtype.
+    """
+    bound = torch.zeros(2, dtype=torch.float64, device=device)
+    bound[1] = torch.finfo(torch.float32).max
+    for tensor in tensors:
+        if tensor.numel():
+            largest = torch.linalg.vector_norm(tensor, ord=math.inf).to(torch.float64)
+            bound[0] += tensor.numel() * largest.square()
+            bound[1] = torch.finfo(tensor.dtype).max
+    dist.all_reduce(bound[:1])
+    dist.all_reduce(bound[1:], op=dist.ReduceOp.MAX)
+    return bool(dist.get_world_size() * bound[0] < bound[1])  # NaN is below nothing
 
 
 def global_norm(model: nn.Module, groups: Groups, gradient: Callable[[str, nn.Parameter], Tensor]) -> float:

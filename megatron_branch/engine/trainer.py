@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import math
 import random
 import time
 from collections.abc import Iterator, Sequence
@@ -27,6 +28,8 @@ from megatron_branch.engine.forward_step import total
 from megatron_branch.engine.groups import Groups
 from megatron_branch.engine.hf_export import export_tensors
 from megatron_branch.engine.model_config import DTYPES
+from megatron_branch.engine.nonfinite import suspects
+from megatron_branch.engine.optimizers import learning_rate
 from megatron_branch.engine.outlook import Outlook, fullest_rank, outlook
 from megatron_branch.engine.planner import PlannedStep
 from megatron_branch.engine.profile import write_timeline
@@ -73,13 +76,15 @@ class StepReport:
     Attributes:
         planned: its plan.
         reports: of this rank's passes.
-        lr, grad_norm: as used, before clipping.
+        lr, grad_norm: as used, before clipping; the norm of a step that was left out is NaN.
+        left_out: why no weight was changed; empty if they were.
     """
 
     planned: PlannedStep
     reports: Reports
     lr: float
     grad_norm: float
+    left_out: str = ""
 
 
 def _seed(seed: int, number: int) -> None:
@@ -251,6 +256,8 @@ class Trainer:
                 tracker.log(number, row | self.timers.take())
             raise
         tracker.log(number, row | self.timers.take())
+        if report.left_out:
+            tracker.note("skipped", f"step {number}: {report.left_out}")
         if saved:
             tracker.note("saved", ", ".join(map(str, saved)))
         if self._stopping and number < total_steps:
@@ -260,8 +267,18 @@ class Trainer:
         """One optimizer step: score where asked, forward and backward of every tree, reduce, update."""
         if self.config.objective.old_logprobs == "recompute":
             self.worker.score(planned)
-        with self.host.accumulate():
-            reports = self.worker.run(planned)
+        reports: Reports | None = None
+        try:
+            with self.host.accumulate():
+                reports = self.worker.run(planned)
+        except FloatingPointError as error:
+            if reports is None:
+                raise
+            why = f"{error}; {suspects(self.worker, planned, reports)}"
+            if self.config.optimizer.on_nonfinite == "error":
+                raise FloatingPointError(f"{why}; optimizer.on_nonfinite=skip goes on without such steps") from None
+            lr = learning_rate(self.config.optimizer, step=number, total_steps=total_steps)
+            return StepReport(planned, reports, lr, math.nan, left_out=why)
         with self.timers("optimizer"):
             lr, norm = self.host.step(number=number, total_steps=total_steps)
         return StepReport(planned, reports, lr, norm)

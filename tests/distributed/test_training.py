@@ -8,7 +8,10 @@ the weights, and the gradient norm of every step on every rank.
 from __future__ import annotations
 
 import json
+import math
+import re
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -335,22 +338,38 @@ def test_an_exception_in_a_tree_leaves_nothing_behind(model: Path, stage: int) -
     check(model, runs, STEPS[:2])
 
 
+OVERFLOW = r"no weight was changed.*rollouts: far off \(synthetic:\d+, its logprobs are up to \d+ from the model's"
+
+
 def non_finite_steps(stages: Sequence[int], model: Path, rollouts: list[Rollout]) -> list[bool]:
-    """Per stage: a step with an overflowing ratio raises on this rank, and leaves every weight as it was."""
+    """Per stage: a step with an overflowing ratio raises on this rank, or is left out, and leaves every weight as it
+    was; the next step is as if it had not been.
+    """
     kept = []
     for stage in stages:
-        run = Run("overflow", LAYOUTS["dp"], stage, SGD)
-        groups = build_groups(dp=2, cp=1, tp=1, pp=1)
-        config = run.config(model)
-        trainer = Trainer(config, check_model(config), groups=groups, device=host_cpu.enter(), deepspeed_content={})
-        whole = partial(gather_full, trainer.worker.model, trainer.worker.arch, groups, dtype=torch.float32)
-        before = dict(whole(trainer.host.weight))
-        with pytest.raises(FloatingPointError, match="no weight was changed"):
-            trainer.step(trainer.worker.plan(rollouts), number=1, total_steps=1)
-        after = dict(whole(trainer.host.weight))
-        kept.append(all(torch.equal(before[name], after[name]) for name in before))
-        trainer.host.engine.destroy()
-        leave_layout()
+        ends = []
+        for refused in ([rollouts], []):
+            run = Run("overflow", LAYOUTS["dp"], stage, SGD)
+            groups = build_groups(dp=2, cp=1, tp=1, pp=1)
+            config = run.config(model)
+            trainer = Trainer(config, check_model(config), groups=groups, device=host_cpu.enter(), deepspeed_content={})
+            whole = partial(gather_full, trainer.worker.model, trainer.worker.arch, groups, dtype=torch.float32)
+            for step in refused:
+                before = dict(whole(trainer.host.weight))
+                for skip in (False, True):
+                    optimizer = config.optimizer.model_copy(update={"on_nonfinite": "skip" if skip else "error"})
+                    trainer.config = config.model_copy(update={"optimizer": optimizer})
+                    with nullcontext() if skip else pytest.raises(FloatingPointError, match=OVERFLOW):
+                        report = trainer.step(trainer.worker.plan(step), number=1, total_steps=2)
+                        assert re.search(OVERFLOW, report.left_out) and math.isnan(report.grad_norm)
+                    after = dict(whole(trainer.host.weight))
+                    kept.append(all(torch.equal(before[name], after[name]) for name in before))
+            report = trainer.step(trainer.worker.plan(STEPS[0]), number=2, total_steps=2)
+            assert not report.left_out and report.grad_norm > 0
+            ends.append(dict(whole(trainer.host.weight)))
+            trainer.host.engine.destroy()
+            leave_layout()
+        kept.append(all(torch.equal(ends[0][name], ends[1][name]) for name in ends[0]))
     return kept
 
 
@@ -361,8 +380,8 @@ def test_a_gradient_that_is_not_finite_changes_no_weight(model: Path) -> None:
     far_off = np.where(rollouts[bad].loss_mask, -1e4, np.nan)
     negative = np.where(rollouts[bad].loss_mask, -1.0, 0.0)
     rollouts = [*rollouts]
-    rollouts[bad] = replace(rollouts[bad], logprobs=far_off, advantage=negative)
-    assert run_ranks(2, non_finite_steps, range(4), model, rollouts, timeout_s=200) == [[True] * 4] * 2
+    rollouts[bad] = replace(rollouts[bad], rollout_id="far off", logprobs=far_off, advantage=negative)
+    assert run_ranks(2, non_finite_steps, range(4), model, rollouts, timeout_s=200) == [[True] * 12] * 2
 
 
 def test_gradient_accumulation_of_deepspeed_is_refused_by_name(model: Path, tmp_path: Path) -> None:

@@ -173,7 +173,7 @@ def test_clip_high_follows_clip_low() -> None:
 
 def test_keys_are_few_and_described() -> None:
     keys = config_keys()
-    assert len(keys) <= 69
+    assert len(keys) <= 70
     rows = config_table().splitlines()[2:]
     assert [row.split("`")[1] for row in rows] == keys
     assert not [row for row in rows if row.endswith("|  |")]

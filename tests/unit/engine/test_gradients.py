@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -14,7 +15,7 @@ from torch import nn
 from megatron_branch.config import make_config
 from megatron_branch.engine import host_cpu
 from megatron_branch.engine.checked import check_model
-from megatron_branch.engine.gradients import Gradients
+from megatron_branch.engine.gradients import Gradients, all_finite
 from megatron_branch.engine.groups import build_groups
 from megatron_branch.engine.trainer import Trainer
 from megatron_branch.rollouts.synthetic import odd_rollouts
@@ -97,3 +98,25 @@ def test_gradients_travel_in_float32(tmp_path: Path) -> None:
     model = write_tiny_model(tmp_path / "model", "qwen3")
     for found in run_ranks(2, dtypes_that_travel, model, timeout_s=100):
         assert found == dict.fromkeys(range(4), {torch.float32})
+
+
+FINITE = {
+    "ordinary": ([[1.0, -2.0], [0.0]], True),
+    "NaN on the other rank": ([[1.0], [math.nan]], False),
+    "infinity": ([[math.inf, 0.0], [1.0]], False),
+    "squares that overflow together": ([[1e19, 1e19], [1e19, 1e19]], False),
+    "large": ([[1e18, 1e18], [1e18, 1e18]], True),
+    "nothing here": ([[], [1.0]], True),
+}
+
+
+def found_finite() -> list[bool]:
+    rank = dist.get_rank()
+    found = [all_finite([torch.tensor(parts[rank])], torch.device("cpu")) for parts, _ in FINITE.values()]
+    return [*found, all_finite([torch.tensor([1e100], dtype=torch.float64)], torch.device("cpu"))]
+
+
+def test_gradients_whose_norm_overflows_are_not_finite() -> None:
+    """Each number of them may be finite."""
+    expected = [truth for _, truth in FINITE.values()] + [True]
+    assert run_ranks(2, found_finite) == [expected, expected]
