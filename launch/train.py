@@ -38,7 +38,7 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument("--dry_run", action="store_true", help="print statistics, schedule and bytes, and exit")
     parser.add_argument("--world_size", type=int, help="ranks that a dry run plans for (default: all it needs)")
     parser.add_argument("overrides", nargs="*", metavar="key.sub=value", help="configuration keys")
-    return parser.parse_args(arguments)
+    return parser.parse_intermixed_args(arguments)
 
 
 def main(arguments: list[str]) -> int:

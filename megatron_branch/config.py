@@ -146,7 +146,7 @@ def make_config(values: Mapping[str, Any], overrides: Sequence[str] = (), *, sou
     try:
         return Config.model_validate_json(json.dumps(merged, default=str), strict=True)
     except ValidationError as error:
-        faults = [_describe(fault) for fault in error.errors()]
+        faults = [_origin(fault, overrides) + _describe(fault) for fault in error.errors()]
     if len(faults) == 1:
         raise ValueError(f"{source}: {faults[0]}")
     raise ValueError("\n  ".join([f"{source}: {len(faults)} errors", *faults]))
@@ -197,6 +197,16 @@ def _fields() -> Iterator[tuple[str, FieldInfo]]:
             yield from ((f"{name}.{key}", sub) for key, sub in field.annotation.model_fields.items())
         else:
             yield name, field
+
+
+def _origin(fault: ErrorDetails, overrides: Sequence[str]) -> str:
+    """The last override that set the faulty value; empty if none did, or if several keys together are at fault."""
+    path = ".".join(str(part) for part in fault["loc"]) + "."
+    for override in reversed(overrides if fault["type"] not in ("missing", "value_error") else ()):
+        key = override.partition("=")[0].strip() + "."
+        if path.startswith(key) or key.startswith(path):
+            return f"override {override!r}: "
+    return ""
 
 
 def _describe(fault: ErrorDetails) -> str:

@@ -49,7 +49,7 @@ def parse(arguments: list[str]) -> argparse.Namespace:
         "--dtype", choices=["float64", "float32", "bfloat16"], help="default float64, float32 with --zero"
     )
     parser.add_argument("overrides", nargs="*", metavar="key.sub=value", help=f"of {', '.join(READ)}")
-    return parser.parse_args(arguments)
+    return parser.parse_intermixed_args(arguments)
 
 
 def configure(options: argparse.Namespace) -> Config:

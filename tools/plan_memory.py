@@ -60,7 +60,7 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--host_memory_gib", type=float, help="host memory per device (default: assumed 256)")
     parser.add_argument("--json", type=Path, help="file to write")
     parser.add_argument("overrides", nargs="*", metavar="key.sub=value", help="configuration keys")
-    return parser.parse_args(arguments)
+    return parser.parse_intermixed_args(arguments)
 
 
 def read_model(name: str) -> Architecture:

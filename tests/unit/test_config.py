@@ -64,8 +64,19 @@ def test_faults_name_key_value_and_rule(override: str, message: str) -> None:
     with pytest.raises(ValueError) as raised:
         make_config(REQUIRED, [override], source="config c.yaml")
     text = str(raised.value) + "\n"
-    assert text.startswith(f"config c.yaml: {message}")
+    assert text.startswith(f"config c.yaml: override {override!r}: {message}")
     assert text.count("\n") == 1
+
+
+def test_a_fault_of_the_file_is_not_blamed_on_an_override() -> None:
+    values = {**REQUIRED, "optimizer": {"lr": -1, "clip_grad": -1}}
+    with pytest.raises(ValueError) as raised:
+        make_config(values, ["optimizer.eps=1e-9", "optimizer.clip_grad=-2", "steps=2"], source="config c.yaml")
+    assert str(raised.value).splitlines() == [
+        "config c.yaml: 2 errors",
+        "  optimizer.lr = -1: input should be greater than or equal to 0",
+        "  override 'optimizer.clip_grad=-2': optimizer.clip_grad = -2: input should be greater than or equal to 0",
+    ]
 
 
 @pytest.mark.parametrize(
@@ -114,7 +125,7 @@ def test_every_fault_is_listed() -> None:
         "  model.path: required; set it in the file or as model.path=VALUE",
         "  model.paths: unknown key; did you mean model.path or model.host?",
         "  data: required; set it in the file or as data.rollouts=VALUE",
-        "  parallel.tp = 0: input should be greater than or equal to 1",
+        "  override 'parallel.tp=0': parallel.tp = 0: input should be greater than or equal to 1",
     ]
 
 

@@ -59,6 +59,23 @@ def test_late_copies_are_waited_for(tmp_path: Path, place: Place, files: bool) -
     assert not [path for path in tmp_path.rglob("*") if path.is_file()]
 
 
+@pytest.mark.parametrize(("place", "files"), AWAY)
+def test_what_is_here_is_not_fetched_again(tmp_path: Path, place: Place, files: bool) -> None:
+    """A second reader sees what the first one changed."""
+    store = StateStore(placement=Placement.everything(place), nvme_path=tmp_path if files else None)
+    with store.step():
+        page = store.open(0, differentiable=True)
+        page.write(1, *pair(1))
+        page.write(2, *pair(2))
+        store.settle()
+        with read_layer([page], 1, following=None, adjoints=False, last=False) as ((_, first, _v),):
+            first.add_(1)
+            with read_layer([page], 1, following=None, adjoints=False, last=False) as ((_, second, _w),):
+                assert second is first
+        store.release(0)
+    assert store.count.now_at == {"device": 0, "host": 0, "nvme": 0}
+
+
 def unwaited(self: DelayedCopy) -> None:
     pass
 

@@ -1,8 +1,14 @@
 """Pages live inside a step, are counted to the byte, and never outlive an error."""
 
+import errno
+from pathlib import Path
+from unittest.mock import patch
+
 import pytest
 import torch
 
+from megatron_branch.state.page import Page
+from megatron_branch.state.placement import Placement
 from megatron_branch.state.store import StateStore
 
 
@@ -63,6 +69,50 @@ def test_an_error_inside_a_step_leaves_nothing_behind() -> None:
     with store.step():
         store.open(0, differentiable=True)
         store.release(0)
+
+
+def test_a_page_that_cannot_be_freed_keeps_no_other(tmp_path: Path) -> None:
+    store = StateStore(placement=Placement.everything("nvme"), nvme_path=tmp_path)
+    free = Page.free
+
+    def fail(page: Page) -> None:
+        free(page)
+        if page.unit == 1:
+            raise ZeroDivisionError
+
+    with patch.object(Page, "free", fail), pytest.raises(ZeroDivisionError), store.step():
+        for unit in range(3):
+            store.open(unit, differentiable=True).write(1, *kv(3))
+        raise KeyError
+    assert set(store.count.now.values()) == {0}
+    assert not [path for path in tmp_path.rglob("*") if path.is_file()]
+    with store.step():
+        assert not store.count.peak_total
+
+
+def test_of_a_full_disk_the_first_write_that_failed_is_reported(tmp_path: Path) -> None:
+    """Not what goes wrong after it, when the step is taken apart."""
+    store = StateStore(placement=Placement.everything("nvme"), nvme_path=tmp_path)
+    full = OSError(errno.ENOSPC, "No space left on device")
+    with patch("os.pwrite", side_effect=full), pytest.raises(OSError, match=r"path .*/state-0-1, wanted"), store.step():
+        for unit in range(2):
+            store.open(unit, differentiable=True).write(1, *kv(3))
+        store.settle()
+    assert set(store.count.now.values()) == {0}
+    assert not [path for path in tmp_path.rglob("*") if path.is_file()]
+
+
+def test_a_file_that_nobody_waits_for_any_more_hides_no_error(tmp_path: Path) -> None:
+    store = StateStore(placement=Placement.everything("nvme"), nvme_path=tmp_path)
+    with pytest.raises(KeyError), store.step():
+        page = store.open(0, differentiable=True)
+        page.write(1, *kv(3))
+        store.settle()
+        for path in tmp_path.rglob("state-*"):
+            path.unlink()
+        page.prefetch(1, adjoint=False)
+        raise KeyError
+    assert set(store.count.now.values()) == {0}
 
 
 def test_weights_must_not_change_inside_a_step() -> None:
