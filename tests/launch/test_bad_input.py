@@ -237,8 +237,8 @@ def test_all_faults_of_a_configuration_at_once(world: World) -> None:
     assert found["code"] == 1
     assert [line.partition(":")[0] for line in found["err"].splitlines()] == [
         "train.py",
-        "  parallel.tp = 0",
-        "  steps = 0",
+        "  override 'parallel.tp=0'",
+        "  override 'steps=0'",
     ]
 
 
