@@ -5,6 +5,10 @@ Always true:
 - a folder is locked (flock) while its process lives; a start removes the folders beside its own that are not, and no
   other;
 - tensors start at multiples of 4096 bytes, and a file's size is one.
+
+Plain reads and writes, not DeepSpeed's AIO operator: it does not look at the results of its requests (DeepSpeed 0.19,
+`csrc/aio/common/deepspeed_aio_common.cpp`). Of 64 MiB past a limit of 1 MiB on the size of files it reports a whole
+write and leaves 1 MiB; a full disk or a bad block would become a wrong gradient.
 """
 
 from __future__ import annotations
